@@ -1,0 +1,5 @@
+"""Hand-written Blackwell and Hopper attention for the LTX video transformers in diffusers."""
+
+from videoattn.version import __version__
+
+__all__ = ["__version__"]
