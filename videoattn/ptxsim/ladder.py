@@ -65,7 +65,16 @@ def load_steps(folder: Path = LADDER) -> list[Step]:
     steps = []
     for row in [*data["steps"], *data.get("branches", [])]:
         row = {k: v for k, v in row.items() if k in Step.__dataclass_fields__}
-        steps.append(Step(**{**row, "source": folder / row["source"], "arch": tuple(row["arch"]), "args": tuple(row["args"])}))
+        steps.append(
+            Step(
+                **{
+                    **row,
+                    "source": folder / row["source"],
+                    "arch": tuple(row["arch"]),
+                    "args": tuple(row["args"]),
+                }
+            )
+        )
     return steps
 
 
