@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .codegen import FULL, PARAM_BASE
-from .context import Context, Wait
+from .codegen import PARAM_BASE
+from .context import Context
 from .errors import ExecutionError, LaunchError, UnsupportedInstruction
 from .findings import ERROR, FindingLog, Where
 from .hb import Columns
@@ -474,6 +474,3 @@ class Machine:
         ins = self.program.instrs[first.at]
         where = Where(ins.line, ins.opcode, self.source(ins), first.cta.index, first.W.index)
         self.log.add("deadlock", ERROR, "nothing can move: " + "; ".join(lines), where)
-
-
-__all__ = ["FULL", "Cluster", "Cta", "Machine", "Wait", "Warp"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from .core import Wait, lane_list
 from .hb import CARRY, ORDER, PROXY, TCGEN
 from .mbarrier import MAX_COUNT, Mbarrier
+from .ops_memory import MemoryOps
 
 
 class NamedBarrier:
@@ -40,12 +42,8 @@ class NamedBarrier:
             c.machine.wake(c)
 
 
-class BarrierOps:
+class BarrierOps(MemoryOps):
     """Mixed into Context."""
-
-    bar_passed = False
-    bar_votes: list
-    cluster_token: int | None = None
 
     # ---- named barriers
 
@@ -102,7 +100,6 @@ class BarrierOps:
         if action == "arrive":
             return True
         b.waiting.append(self)
-        from .context import Wait
 
         def text() -> str:
             here = ", ".join(str(w) for w in sorted(b.warps))
@@ -112,16 +109,12 @@ class BarrierOps:
         return None
 
     def _late_lanes(self, mask):
-        from .context import Wait
-
         self.block(Wait("at an unaligned barrier for the other lanes of its warp"))
         return None
 
     def _converged_live(self, mask, what: str) -> None:
         missing = self.W.live & ~mask
         if missing.any():
-            from .context import lane_list
-
             self.report(
                 "divergent aligned instruction",
                 f"{what} needs the whole warp; lanes {lane_list(missing)} are elsewhere",
@@ -160,8 +153,6 @@ class BarrierOps:
             self.cluster_token = None
             self.acquire(cluster.sync_done)
             return True
-        from .context import Wait
-
         cluster.waiting.append(self)
         self.block(Wait(lambda: f"at the cluster barrier: {cluster.missing()}"))
         return None
@@ -221,8 +212,6 @@ class BarrierOps:
             return True
         need = (value - w.registers) * 32
         if need > cta.register_pool:
-            from .context import Wait
-
             text = f"for {need} registers at setmaxnreg.inc {value}; the CTA's pool holds"
             self.block(Wait(lambda: f"{text} {cta.register_pool}", "registers"))
             return None
@@ -431,8 +420,6 @@ class BarrierOps:
         self.W.phases[id(bar), int(self.mask.argmax())] = passed
 
     def _park(self, bar: Mbarrier, value: int, parity: bool, soft: bool):
-        from .context import Wait
-
         what = f"parity {value & 1}" if parity else f"phase {value}"
         if self not in bar.waiters:
             bar.waiters.append(self)
