@@ -79,6 +79,7 @@ class Core:
         """What a release by these lanes passes on; later accesses are not part of it."""
         w = self.W
         self.clock[ORDER, w.column] = w.now
+        self.clock[ORDER, w.init_column] = w.inits
         w.now += 1
         return self.clock[:3].copy()
 

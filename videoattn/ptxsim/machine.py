@@ -36,6 +36,8 @@ class Warp:
         self.mma_column = columns.new(f"{name}'s MMA pipe")
         self.bulk_read_column = columns.new(f"{name}'s bulk stores (reading)")
         self.bulk_write_column = columns.new(f"{name}'s bulk stores (writing)")
+        self.init_column = columns.new(f"{name}'s mbarrier.init")
+        self.inits = self.inits_published = 0
         self.now = 1
         self.ld_issued = self.st_issued = self.mma_issued = 0
         self.bulk_groups: list[list] = []
@@ -162,7 +164,7 @@ class Cluster:
     def __init__(self, machine: Machine, ids: list[tuple[int, int, int]]):
         self.machine, self.size = machine, len(ids)
         warps = -(-machine.threads // 32) * len(ids)
-        self.columns = Columns(8 * warps + 160 * len(ids) + 8)
+        self.columns = Columns(9 * warps + 160 * len(ids) + 8)
         self.arrived: list[tuple[Context, np.ndarray]] = []
         self.waiting: list[Context] = []
         self.phase = 0

@@ -79,7 +79,7 @@ class BarrierOps(MemoryOps):
                 f"barrier {number} is used with {needed or 'all'} threads while others use {b.needed or 'all'}",
             )
         if self.W.index in b.warps:
-            self.report("barrier misuse", f"the warp arrives twice at barrier {number} before it completes")
+            self.strict("barrier misuse", f"the warp arrives twice at barrier {number} before it completes")
         b.needed = needed
         np.maximum(b.payload, self.release(), out=b.payload)
         b.threads += 32
@@ -139,8 +139,11 @@ class BarrierOps(MemoryOps):
         payload = self.release()
         if release:
             np.maximum(cluster.sync_payload, payload, out=cluster.sync_payload)
-        else:  # only mbarrier initialisations that a fence published travel along
-            payload[:] = 0
+        else:  # only the mbarrier initialisations that fence.mbarrier_init published travel along
+            column = self.W.init_column
+            cluster.sync_payload[ORDER, column] = max(
+                cluster.sync_payload[ORDER, column], self.W.inits_published
+            )
         cluster.arrived.append((self, mask.copy()))
         cluster.release_if_complete()
 
@@ -178,8 +181,9 @@ class BarrierOps(MemoryOps):
 
     def _publish_inits(self) -> None:
         for bar in self.cta.smem.barriers.values():
-            if bar.init_column == self.W.column:
+            if bar.init_column == self.W.init_column:
                 bar.fenced = True
+        self.W.inits_published = self.W.inits
 
     def tmem_fence(self, mask, before: bool) -> None:
         if not mask.any():
@@ -241,7 +245,7 @@ class BarrierOps(MemoryOps):
             return None
         if cta is not self.cta and cta.exited:
             self.report("exited CTA", f"{what} on {bar.name} of CTA rank {rank}, which has exited")
-        if self.clock[ORDER, bar.init_column] < bar.init_epoch and bar.init_column != self.W.column:
+        if self.clock[ORDER, bar.init_column] < bar.init_epoch and bar.init_column != self.W.init_column:
             self.report("missing synchronisation", f"{what} on {bar.name}: its initialisation is not ordered before",
                         key=off)  # fmt: skip
         return bar
@@ -282,10 +286,9 @@ class BarrierOps(MemoryOps):
                 column = self.cta.sync_points[key] = columns.new(f"the copy onto {name}")
             bar = Mbarrier(name, n, columns, column)
             bar.phase_base = self.cta.sync_points.get(("phase", off), 0)
-            bar.init_column, bar.init_epoch = self.W.column, self.W.now
-            self.clock[ORDER, self.W.column] = self.W.now
+            self.W.inits += 1
+            bar.init_column, bar.init_epoch = self.W.init_column, self.W.inits
             smem.barriers[off] = bar
-        self.W.now += 1
 
     def mbarrier_inval(self, mask, addr, _value) -> None:
         for lane in np.flatnonzero(mask):
