@@ -350,10 +350,18 @@ class BarrierOps(MemoryOps):
         state = np.zeros(32, np.uint64)
         lanes = np.flatnonzero(mask)
         payload = None
+        phases: dict[int, int] = {}
         for lane in lanes:
             bar = self._barrier_at(int(addr[lane]), "mbarrier.arrive")
             if bar is None:
                 continue
+            if phases.setdefault(id(bar), bar.phase) != bar.phase:
+                self.report(
+                    "barrier misuse",
+                    f"{bar.name}: the lanes of one instruction arrive {len(lanes)} times and complete the phase early; "
+                    f"{bar.expected} arrivals are expected",
+                    key=bar.name,
+                )
             state[lane] = bar.phase
             if payload is None:
                 payload = self.release()
