@@ -158,7 +158,7 @@ def main() -> None:
     stamp = f"{machine}, {time.strftime('%Y-%m-%d')}"
     golden["machine"] = np.array(stamp)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(args.out, **golden)
+    np.savez_compressed(args.out, allow_pickle=False, **golden)
     print(f"{len(cases)} cases on {stamp}; {failed} rejected; {args.out} has {args.out.stat().st_size} bytes")
 
 

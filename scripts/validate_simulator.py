@@ -110,7 +110,9 @@ def run(name: str, ptx: Path, schedule, batch: int, heads: int, q_len: int, kv_l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--schedules", default="early,late,random:1")
     parser.add_argument("--shape", default="1x2x512x384", help="batch x heads x q_len x kv_len")
@@ -128,7 +130,10 @@ def main() -> None:
             strict = Counter(f.kind for f in report.findings if f.severity == "strict")
             failed |= bool(report.errors) or error > bound
             kinds = ", ".join(f"{n} × {k}" for k, n in strict.items()) or "none"
-            print(f"{name:12} {schedule:10} {error:9.5f} {bound:9.5f} {len(report.errors):6}  {kinds}", flush=True)
+            print(
+                f"{name:12} {schedule:10} {error:9.5f} {bound:9.5f} {len(report.errors):6}  {kinds}",
+                flush=True,
+            )
             for finding in report.errors[:5]:
                 print("   ", finding)
     raise SystemExit(failed)

@@ -63,7 +63,7 @@ class Emitter:
         self.dirty: set[int] = set()
         self.mask = "C.mask" if masked else "FULL"
         self.guarded = masked  # whether writes merge
-        self.ins: Instr | None = None
+        self.ins = Instr("", ("",), [], 0)  # the one being emitted
 
     # ---- pieces for the emitters
 
@@ -94,11 +94,9 @@ class Emitter:
         return self.const(array, (dt, lanes, array[:1].tobytes()))
 
     def bad(self, detail: str = "") -> UnsupportedInstruction:
-        assert self.ins is not None
         return UnsupportedInstruction(self.ins.opcode, self.ins.line, detail)
 
     def malformed(self, detail: str) -> PtxSyntaxError:
-        assert self.ins is not None
         return PtxSyntaxError(f"{self.ins.opcode}: {detail}", self.ins.line)
 
     def raw_reg(self, reg: Reg) -> str:

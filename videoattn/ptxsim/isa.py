@@ -258,6 +258,9 @@ def _unary(g: Emitter, ins: Instr) -> None:
         raise g.bad()
 
 
+_LOGIC = {"and": "&", "or": "|", "xor": "^"}
+
+
 @op("and", "or", "xor")
 def _logic(g: Emitter, ins: Instr) -> None:
     typ = _type(g, ins)
@@ -266,7 +269,7 @@ def _logic(g: Emitter, ins: Instr) -> None:
     u = typ if typ == "pred" else _UNSIGNED[typ]
     g.write(
         d,
-        f"{g.src(a, u)} {dict(zip(('and', 'or', 'xor'), '&|^', strict=True))[ins.parts[0]]} {g.src(b, u)}",
+        f"{g.src(a, u)} {_LOGIC[ins.parts[0]]} {g.src(b, u)}",
         u,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .codegen import Emitter, vector_items
 from .isa import op
 from .isa_sync import _blocking
-from .parser import Imm, Instr, Mem, Reg, Sym, Vec
+from .parser import Imm, Instr, Mem, Reg, Vec
 
 
 @op("cp")
@@ -164,7 +164,7 @@ def _tmem_move(g: Emitter, ins: Instr, action: str) -> None:
     if action == "ld":
         out = g.effect(f"C.tmem_ld({where}, {tuple(r.index if isinstance(r, Reg) else -1 for r in items)})")
         for i, item in enumerate(items):
-            if not (isinstance(item, Sym) and item.name == "_"):
+            if isinstance(item, Reg):
                 _write_raw(g, item, f"{out}[{i}]")
     else:
         values = ", ".join(g.src(v, "b32") for v in items)

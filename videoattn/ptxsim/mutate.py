@@ -125,7 +125,7 @@ def _apply(operator: str, ed: _Editor, i: int, rng: random.Random) -> str:
             ops[-1] = ed.insert(i, "add.s32", "b32", ops[-1], delta)
         return f"expects {delta:+d} bytes"
     if operator in ("LBO or SBO", "swizzle code"):
-        return _mutate_descriptor(operator, ops, _descriptor_imm(ins), rng)
+        return _mutate_descriptor(operator, ops, _descriptor_imm(ins) or 0, rng)
     if operator in ("lane base", "column offset"):
         places = [k for k, o in enumerate(ops) if isinstance(o, Mem)]
         k = rng.choice(places)

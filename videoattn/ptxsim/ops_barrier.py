@@ -368,9 +368,10 @@ class BarrierOps(MemoryOps):
                 payload = self.release()
                 if not order:
                     payload[:] = 0
-            count = 1 if arg is None or kind == "expect_tx" else int(arg[lane])
+            value = 1 if arg is None else int(arg[lane])
+            count = 1 if kind == "expect_tx" else value
             if kind == "expect_tx":
-                self._expect(bar, int(arg[lane]))
+                self._expect(bar, value)
             if drop:
                 bar.expected -= count
             if kind == "noComplete" and bar.pending <= count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import PtxSyntaxError
 
@@ -519,7 +520,7 @@ class _Body:
                 self.fixups.append((ins, scope))
         self.entry.instrs.append(ins)
 
-    def operand(self, scope: _Scope):
+    def operand(self, scope: _Scope) -> Any:
         p = self.p
         if p.accept("["):
             return self.address(scope)
@@ -542,7 +543,7 @@ class _Body:
             return Sym(first.name, sign * p.integer())
         return first
 
-    def atom(self, scope: _Scope):
+    def atom(self, scope: _Scope) -> Any:
         p = self.p
         if p.accept("-"):
             imm = number(p.next())
@@ -577,10 +578,7 @@ class _Body:
             offset = sign * p.integer()
         elif p.accept(","):
             coords = self.operand(scope)
-            if isinstance(coords, Vec):
-                coords = coords.items
-            else:
-                coords = (coords,)
+            coords = coords.items if isinstance(coords, Vec) else (coords,)
             while p.accept(","):  # im2col offsets
                 coords += (self.operand(scope),)
         p.expect("]")

@@ -75,9 +75,10 @@ class PendingLoad:
         self.values: list[np.ndarray] | None = None
 
     def complete(self) -> list[np.ndarray]:
-        if self.values is None:
-            self.values = self.sample()
-        return self.values
+        values = self.values
+        if values is None:
+            values = self.values = self.sample()
+        return values
 
 
 class PendingRegister:

@@ -352,7 +352,7 @@ class Tcgen05Ops(TmaOps):
             self.report("wrong lane window", f"D at lane {lane0}; M = {m} needs lane 0")
             return
         w.mma_issued += 1
-        for cta, (_, _, lanes, _) in zip(pair, maps, strict=True):
+        for cta in pair:
             if not self._tmem_owned(cta.tmem, column, width, "tcgen05.mma D"):
                 return
             cells = self._mma_cells(m, group, lane0, column, width)
@@ -378,18 +378,20 @@ class Tcgen05Ops(TmaOps):
                 assert a_operand is not None
                 self._mma_read(cta, a_operand[1], "tcgen05.mma A")
 
+        a_index = None if a_operand is None else a_operand[0]
+
         def run() -> None:
             b_parts = [halves_to_f32(cta.smem.views[2][b_operand[0]], desc.b_type) for cta in pair]
             b_matrix = b_parts[0] if group == 1 else np.concatenate(b_parts)
             if desc.b_neg:
                 b_matrix = -b_matrix
-            for cta, (rows, cols, lanes, columns) in zip(pair, maps, strict=True):
+            for cta, (_, _, lanes, columns) in zip(pair, maps, strict=True):
                 if a_in_tmem:
                     a_lanes = self._a_lanes(m, group, a >> 16)
                     packed = np.ascontiguousarray(cta.tmem.cells[a_lanes, (a & 0xFFFF) : (a & 0xFFFF) + 8])
                     halves = packed.view(np.uint16)
                 else:
-                    halves = cta.smem.views[2][a_operand[0]]
+                    halves = cta.smem.views[2][a_index]
                 a_matrix = halves_to_f32(halves, desc.a_type)
                 if desc.a_neg:
                     a_matrix = -a_matrix

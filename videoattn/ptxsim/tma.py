@@ -237,7 +237,7 @@ class TmaOps(BarrierOps):
                 continue
             memory = self.machine.device.memory
 
-            def put(tm=tm, at=at, cta=cta, off=off, n=n) -> None:
+            def put(tm=tm, at=at, cta=cta, off=off, n=n, memory=memory) -> None:
                 if tm.swizzle == "none":
                     data = cta.smem.data[off : off + n].copy()
                 else:
