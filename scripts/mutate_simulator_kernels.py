@@ -13,11 +13,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from videoattn.ptxsim import Schedule, UnsupportedInstruction
-from videoattn.ptxsim.ladder import LADDER, compile_step, find_step, inputs, load_steps, run_step
+from videoattn.ptxsim.ladder import LADDER, compile_step, decode, encode, find_step, inputs, load_steps, run_step
 from videoattn.ptxsim.mutate import OPERATORS, Mutant, mutants
 
 SCHEDULES = (Schedule.late(), Schedule.early(), Schedule.random(7))
+
+
+def rising(operands, step):
+    """Keys that grow from tile to tile, so that row maxima rise and every rescale runs."""
+    q, k, v = operands
+    scale = 1 + 2 * (np.arange(k.shape[1]) // step.kv_rows_per_tile)
+    return q, decode(encode(k * scale[None, :, None], step.dtype), step.dtype), v
 
 
 def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str, str]:
@@ -56,7 +65,7 @@ def main() -> None:
         kernel = compile_step(step).entry(step.kernel)
         heads = 2 if step.persistent else 1
         shape = {"heads": heads, "q_len": step.q_rows_per_cta, "kv_len": args.kv_len, "ctas": 1}
-        operands = inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed)
+        operands = rising(inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed), step)
         clean = run_step(step, kernel, operands=operands, **shape)
         if not clean.passed:
             raise SystemExit(
