@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from diffusers import LTX2VideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
 
 import videoattn
 from videoattn.attention import attend
@@ -69,7 +69,7 @@ def inputs(model: LTX2VideoTransformer3DModel, width: int, height: int, frames: 
     device, dtype = model.device, model.dtype
     grid = ((frames - 1) // 8 + 1, height // 32, width // 32)
     tokens, audio_tokens = grid[0] * grid[1] * grid[2], round(frames / FRAME_RATE * 25)
-    config = model.config
+    config: Any = model.config
     generator = torch.Generator(device).manual_seed(1)
 
     def noise(*shape: int) -> torch.Tensor:

@@ -154,8 +154,7 @@ class Recording:
         span = clock.start()
         yield
         clock.stop(span)
-        with self._lock:
-            stage.forwards.append((self.step, clock, span))
+        stage.forwards.append((self.step, clock, span))
 
     def record(
         self,
@@ -184,8 +183,7 @@ class Recording:
             pending.span = clock.start()
             result = launch(choice.kernel)
             clock.stop(pending.span)
-        with self._lock:
-            stage.pending.append(pending)
+        stage.pending.append(pending)
         return result
 
     def _run_arms(self, stage: Stage, pending: PendingCall, launch: Launch, device: torch.device) -> Result:

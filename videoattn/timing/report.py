@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from videoattn.dispatch import KINDS
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 class ArmLine:
     """A shadow arm over the calls of one line.
 
-    `calls` counts the calls where both times are free of marks, and `ratio` is the arm's time over the
-    kernel's on those: above 1 the render's kernel was faster. `max_abs_diff` is the largest over all calls
-    the arm served, None when one was not finite or none was served. `whole_clip` is the clip's time with
-    the arm in place of the kernel over its time now, predicted from the ratio and the share; calls the arm
-    can't serve stay as they are. `refused` counts calls by the reason the arm did not run.
+    `calls` counts the calls where both times are free of marks, and `ratio` is the median over those of the
+    arm's time over the kernel's: above 1 the render's kernel was faster. In the total it is the mean of the
+    lines' ratios weighted by the kernel's time. `max_abs_diff` is the largest over all calls the arm served,
+    None when one was not finite or none was served. `whole_clip` is the clip's time with the arm in place of
+    the kernel over its time now, predicted from the ratio and the share; calls the arm can't serve stay as
+    they are. `refused` counts calls by the reason the arm did not run.
     """
 
     calls: int
@@ -125,10 +127,13 @@ def summarise(log: TimingLog, *, whole: TimingLog | None = None) -> Report:
     ]
     total = _line(None, None, base.rows, log.rows, log.compare, render_ms)
     for name, arm in total.arms.items():
-        # Each kind has its own ratio, so the whole is the sum of the kinds' effects.
-        parts = [line.arms[name].whole_clip for line in lines]
-        known = [part for part in parts if part is not None]
-        arm.whole_clip = 1 + sum(part - 1 for part in known) if known else None
+        # Each line has a ratio of its own, so the whole is the sum of the lines' effects.
+        parts = [(line.total_ms, line.arms[name]) for line in lines]
+        weights = [(ms, part.ratio) for ms, part in parts if part.ratio is not None]
+        weight = sum(ms for ms, _ in weights)
+        arm.ratio = sum(ms * ratio for ms, ratio in weights) / weight if weight else None
+        changes = [part.whole_clip - 1 for _, part in parts if part.whole_clip is not None]
+        arm.whole_clip = 1 + sum(changes) if changes else None
     return Report(
         device=log.device,
         compare=log.compare,
@@ -204,14 +209,13 @@ def _line(
 def _arm_line(name: str, rows: list[CallRow], share: float | None) -> ArmLine:
     pairs = [(row, row.arms[name]) for row in rows if name in row.arms]
     served = [(row, arm) for row, arm in pairs if arm.reason is None]
-    both = [(row, arm) for row, arm in served if arm.ratio is not None]
-    kernel_ms = sum(row.milliseconds or 0.0 for row, _ in both)
-    ratio = sum(arm.milliseconds or 0.0 for _, arm in both) / kernel_ms if kernel_ms else None
+    ratios = [arm.ratio for _, arm in served if arm.ratio is not None]
+    ratio = median(ratios) if ratios else None
     not_finite = sum(not arm.finite for _, arm in served)
     differences = [arm.max_abs_diff for _, arm in served if arm.max_abs_diff is not None]
     served_share = None if share is None else share * len(served) / max(1, len(pairs))
     return ArmLine(
-        calls=len(both),
+        calls=len(ratios),
         ratio=ratio,
         max_abs_diff=max(differences) if differences and not not_finite else None,
         not_finite=not_finite,
@@ -306,7 +310,7 @@ def _kernels(kernels: dict[str, int]) -> str:
 def _arms_table(report: Report) -> RenderableType:
     from rich.table import Table
 
-    table = Table(title="Shadow arms: time of the arm / time of the kernel", title_justify="left")
+    table = Table(title="Shadow arms: median of time of the arm / time of the kernel", title_justify="left")
     for name in ("stage", "kind", "arm"):
         table.add_column(name)
     for name in ("compared", "ratio", "max|difference|", "whole clip (predicted)"):
