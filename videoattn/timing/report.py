@@ -14,6 +14,7 @@ from videoattn.timing.log import CallRow, StageTime, TimingLog
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 
 @dataclass(slots=True)
@@ -85,10 +86,12 @@ class Report:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
         yield _calls_table(self)
         if self.compare:
             yield _arms_table(self)
-        yield from self.notes
+        yield from map(Text, self.notes)
 
     def __str__(self) -> str:
         from io import StringIO
@@ -96,7 +99,7 @@ class Report:
         from rich.console import Console
 
         out = StringIO()
-        Console(file=out, width=120, highlight=False, markup=False).print(self)
+        Console(file=out, width=110, highlight=False).print(self)
         return out.getvalue().rstrip()
 
 
@@ -267,27 +270,16 @@ def _forwards(log: TimingLog) -> str:
 
 
 def _calls_table(report: Report) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(title=f"Attention calls on {report.device}", title_justify="left", caption_justify="left")
-    table.add_column("stage")
-    table.add_column("kind")
-    table.add_column("kernel")
-    for name in ("calls", "marked", "total ms", "TFLOP/s"):
-        table.add_column(name, justify="right")
-    about = " (estimate)" if report.share_is_estimate else ""
-    table.add_column(f"of the render{about}", justify="right")
-    table.add_column("ceiling", justify="right")
-    for line in [*report.lines, report.total]:
-        last = line is report.total
-        if last:
-            table.add_section()
+    table = _table(f"Attention calls on {report.device}")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("kernel", no_wrap=True)
+    share = "≈share" if report.share_is_estimate else "share"
+    for name in ("calls", "marked", "total ms", "TFLOP/s", share, "ceiling"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, line in _labelled(report, table):
         table.add_row(
-            "all" if last else line.stage or "–",
-            "all" if last else line.kind or "–",
-            " ".join(
-                line.kernels if len(line.kernels) < 2 else (f"{k}×{n}" for k, n in line.kernels.items())
-            ),
+            label,
+            _kernels(line.kernels),
             str(line.calls),
             str(line.marked or ""),
             f"{line.total_ms:.1f}",
@@ -299,37 +291,54 @@ def _calls_table(report: Report) -> RenderableType:
         total = sum(report.clip_seconds.values())
         stages = ", ".join(f"{name or '–'} {s:.2f}" for name, s in (report.stage_seconds or {}).items())
         clips = "" if report.clips == 1 else f" for {report.clips} clips"
-        table.caption = f"{total:.2f} s{clips} in all: {stages}"
+        table.caption = f"{total:.2f} s{clips}: {stages}"
     return table
-
-
-def _kernels(kernels: dict[str, int]) -> str:
-    return " ".join(kernels if len(kernels) < 2 else (f"{name}×{count}" for name, count in kernels.items()))
 
 
 def _arms_table(report: Report) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(title="Shadow arms: median of time of the arm / time of the kernel", title_justify="left")
-    for name in ("stage", "kind", "arm"):
-        table.add_column(name)
-    for name in ("compared", "ratio", "max|difference|", "whole clip (predicted)"):
-        table.add_column(name, justify="right")
-    for line in [*report.lines, report.total]:
-        last = line is report.total
-        if last:
-            table.add_section()
+    table = _table("Shadow arms: time of the arm over time of the kernel, median")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("arm", no_wrap=True)
+    for name in ("compared", "ratio", "max|diff|", "whole clip"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, line in _labelled(report, table):
         for name, arm in line.arms.items():
             table.add_row(
-                "all" if last else line.stage or "–",
-                "all" if last else line.kind or "–",
+                label,
                 name,
                 f"{arm.calls} of {line.calls}",
                 _number(arm.ratio, ".3f", "×"),
-                "not finite" if arm.not_finite else _number(arm.max_abs_diff, ".2e"),
+                "not finite" if arm.not_finite else _number(arm.max_abs_diff, ".1e"),
                 _number(arm.whole_clip, ".3f", "×"),
             )
+    table.caption = "whole clip: its predicted time with the arm in place of the kernel, over its time now"
     return table
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    return table
+
+
+def _labelled(report: Report, table: Table) -> Iterator[tuple[str, Line]]:
+    """Each line with its label; a stage's name goes into the table before its first line."""
+    stage: object = report
+    for line in report.lines:
+        if line.stage != stage:
+            stage = line.stage
+            table.add_row(f"[bold]{line.stage or '–'}[/bold]")
+        yield f"  {line.kind or '–'}", line
+    table.add_section()
+    yield "[bold]all[/bold]", report.total
+
+
+def _kernels(kernels: dict[str, int]) -> str:
+    return "\n".join(kernels if len(kernels) < 2 else (f"{name} ×{count}" for name, count in kernels.items()))
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
