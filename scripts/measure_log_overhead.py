@@ -181,6 +181,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--limit", type=float, default=0.01, help="largest overhead allowed, of the forward")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of the runs with shadow arms")
     arguments = parser.parse_args()
 
     device = torch.device(arguments.device)
@@ -217,8 +218,8 @@ def main() -> int:
                     log, report = compared(model, given, handle.layers, arguments.compare, 6)
                     print(report)
                     result["report"] = report.to_dict()
-                    if arguments.json:
-                        log.write(arguments.json.with_suffix(f".{size}.jsonl"))
+                    if arguments.logs:
+                        log.write(arguments.logs / f"{size}.jsonl")
     host = host_cost(device, dtype, arguments.pairs)
     print(f"a call that the host bounds: {host['plain_us']:.1f} µs, the log adds {host['added_us']:.1f} µs")
     if arguments.json:

@@ -244,12 +244,12 @@ def test_the_log_costs_a_forward_less_than_a_hundredth(tmp_path, monkeypatch, ca
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     arguments = ["--layers", "3", "--sizes", "768x512", "--pairs", "15", "--compare", "flash4"]
-    arguments += ["--json", str(tmp_path / "overhead.json")]
+    arguments += ["--logs", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     failed = module.main()
     print(capsys.readouterr().out)
     assert not failed
-    log = load(tmp_path / "overhead.768x512.jsonl")
+    log = load(tmp_path / "768x512.jsonl")
     assert len(log.rows) == 6 * 3 * 6
     assert {row.layer for row in log.rows} == {0, 1, 2}
     assert {row.forward for row in log.rows} == set(range(6))

@@ -327,14 +327,16 @@ def _table(title: str) -> Table:
 
 def _labelled(report: Report, table: Table) -> Iterator[tuple[str, Line]]:
     """Each line with its label; a stage's name goes into the table before its first line."""
+    from rich.text import Text
+
     stage: object = report
     for line in report.lines:
         if line.stage != stage:
             stage = line.stage
-            table.add_row(f"[bold]{line.stage or '–'}[/bold]")
+            table.add_row(Text(line.stage or "–", "bold"))
         yield f"  {line.kind or '–'}", line
     table.add_section()
-    yield "[bold]all[/bold]", report.total
+    yield "all", report.total
 
 
 def _kernels(kernels: dict[str, int]) -> str:
