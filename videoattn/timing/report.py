@@ -283,7 +283,7 @@ def _calls_table(report: Report) -> RenderableType:
             str(line.calls),
             str(line.marked or ""),
             f"{line.total_ms:.1f}",
-            _number(line.tflops, ".1f" if (line.tflops or 0) >= 10 else ".3f"),
+            _number(line.tflops, ".1f" if (line.tflops or 0) >= 10 else ".2g"),
             _number(line.share, ".1%"),
             _number(line.ceiling, ".2f", "×"),
         )
