@@ -10,6 +10,7 @@ extern "C" {
 #endif
 
 #define VIDEOATTN_API_VERSION 1
+#define VIDEOATTN_EXPORT __attribute__((visibility("default")))
 
 enum VideoattnStatus {
     VIDEOATTN_OK = 0,
@@ -78,16 +79,17 @@ typedef struct VideoattnPlan {
 } VideoattnPlan;
 
 // Shapes, strides and options to tensor maps, grid, shared memory and kernel arguments. Calls no CUDA function.
-int videoattn_plan(const VideoattnCall* call, VideoattnPlan* plan, char* message, size_t message_bytes);
+VIDEOATTN_EXPORT int videoattn_plan(const VideoattnCall* call, VideoattnPlan* plan, char* message,
+                                    size_t message_bytes);
 
 // Plans the call and launches its kernel on call->stream. Never synchronises.
-int videoattn_attention(const VideoattnCall* call, char* message, size_t message_bytes);
+VIDEOATTN_EXPORT int videoattn_attention(const VideoattnCall* call, char* message, size_t message_bytes);
 
 // Whether this library can launch on the device: driver version, compute capability, an image for it.
-int videoattn_check_device(int device, char* message, size_t message_bytes);
+VIDEOATTN_EXPORT int videoattn_check_device(int device, char* message, size_t message_bytes);
 
 // The API version, architectures and compiler of this build, as JSON.
-const char* videoattn_build_info(void);
+VIDEOATTN_EXPORT const char* videoattn_build_info(void);
 
 #ifdef __cplusplus
 }

@@ -11,13 +11,14 @@
 //   thread     | softmax(S0)    | softmax(S1)    | ... softmax(Sn-1) |              | epilogue
 //
 // Barriers (arrivals): q_full[g] 1 (the loader) + bytes; q_empty[g] 4 (a lane of each warp of consumer g);
-// k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers; v_clean[s] 1 (the clearing warp), only used
-// in the tiles where a key length ends inside the tensor.
+// k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
+// with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
 // Named barriers: 1 + g: all 128 threads of consumer g; 4 + g: consumer g's turn to issue (its own 128 threads wait,
 // those of its predecessor arrive).
 
 #include <cuda.h>
 
+#include "../common/launch.h"
 #include "config.h"
 #include "ptx.cuh"
 #include "softmax.cuh"
@@ -31,12 +32,12 @@ struct Tile {
 };
 
 template <typename C>
-__device__ __forceinline__ Tile locate(const Args& args, int64_t index) {
+__device__ __forceinline__ Tile locate(const Args& args, int index) {
     Tile tile;
-    const int64_t pair = index / args.q_tiles;
-    tile.row = static_cast<int>(index - pair * args.q_tiles) * C::kTileM;
-    tile.batch = static_cast<int>(pair / args.heads);
-    tile.head = static_cast<int>(pair - static_cast<int64_t>(tile.batch) * args.heads);
+    const int pair = index / args.q_tiles;
+    tile.row = (index - pair * args.q_tiles) * C::kTileM;
+    tile.batch = pair / args.heads;
+    tile.head = pair - tile.batch * args.heads;
     tile.length = args.kv_len;
     if (args.kv_lengths != nullptr) tile.length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
     tile.blocks = (tile.length + C::kTileN - 1) / C::kTileN;
@@ -79,11 +80,6 @@ struct Ring {
             phase ^= 1;
         }
     }
-    __device__ __forceinline__ void advance(int count) {
-        const int next = stage + count;
-        phase ^= (next / C::kStages) & 1;
-        stage = next % C::kStages;
-    }
 };
 
 // ---- producer ----
@@ -99,7 +95,7 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
         tma_load(smem.v(values.stage), &v_map, smem.v_full(values.stage), block * C::kTileN, tile.head, tile.batch);
         values.advance();
     };
-    for (int64_t index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
         const Tile tile = locate<C>(args, index);
         for (int block = tile.blocks - 1; block >= 0; --block) {
             barrier_wait(smem.k_empty(keys.stage), keys.phase ^ 1);
@@ -122,25 +118,28 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
     }
 }
 
+// Follows every value tile of a launch with key lengths, so that it can never mistake one phase for another.
 template <typename C>
 __device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const Args& args) {
-    if (args.kv_lengths == nullptr) return;
     constexpr int kBoxRows = C::kTileN * (C::kHeadDim / 64);
     const int lane = threadIdx.x % 32;
     Ring<C> values;
-    for (int64_t index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+    for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
         const Tile tile = locate<C>(args, index);
-        if (needs_clearing<C>(args, tile)) {
+        for (int block = 0; block < tile.blocks; ++block) {
             barrier_wait(smem.v_full(values.stage), values.phase);
-            const int valid = tile.length % C::kTileN;
-            // 128-byte rows of 64 columns, eight 16-byte pieces each; the swizzle stays inside a row.
-            for (int piece = lane; piece < 8 * kBoxRows; piece += 32)
-                if (piece / 8 % C::kTileN >= valid) store_zero16(smem.v(values.stage) + 16 * piece);
-            async_proxy_fence();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(smem.v_clean(values.stage));
+            if (block == 0 && needs_clearing<C>(args, tile)) {
+                const int valid = tile.length % C::kTileN;
+                // 128-byte rows of 64 columns, eight 16-byte pieces each; the swizzle stays inside a row.
+                for (int piece = lane; piece < 8 * kBoxRows; piece += 32)
+                    if (piece / 8 % C::kTileN >= valid) store_zero16(smem.v(values.stage) + 16 * piece);
+                async_proxy_fence();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(smem.v_clean(values.stage));
+            }
+            if (lane == 0) barrier_arrive(smem.v_empty(values.stage));
+            values.advance();
         }
-        values.advance(tile.blocks);
     }
 }
 
@@ -346,7 +345,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
             barrier_init(smem.k_full(stage), 1);
             barrier_init(smem.k_empty(stage), 4 * C::kConsumers);
             barrier_init(smem.v_full(stage), 1);
-            barrier_init(smem.v_empty(stage), 4 * C::kConsumers);
+            barrier_init(smem.v_empty(stage), 4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0));
             barrier_init(smem.v_clean(stage), 1);
         }
         barrier_init_fence();
@@ -359,14 +358,14 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
         if (warp == 0) {
             if (threadIdx.x == 0) load<C>(smem, q_map, k_map, v_map, args);
-        } else if (warp == 1) {
+        } else if (warp == 1 && args.kv_lengths != nullptr) {
             clear_value_tails<C>(smem, args);
         }
     } else {
         registers_grow<C::kConsumerRegisters>();
         Consumer<C, Element> consumer(smem, warpgroup - 1);
         if (consumer.group == C::kConsumers - 1) consumer.pass_turn();
-        for (int64_t index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+        for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
             const Tile tile = locate<C>(args, index);
             typename Consumer<C, Element>::Scores softmax(args.scale_log2);
             float o[C::kHeadDim / 2];
@@ -396,3 +395,19 @@ VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_bf16, Config128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_fp16, Config128, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_bf16, Config64, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_fp16, Config64, __half)
+
+#define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
+
+namespace videoattn {
+
+KernelList hopper_kernels() {
+    static const Kernel kernels[] = {
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_bf16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_bf16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_fp16),
+    };
+    return {kernels, sizeof(kernels) / sizeof(kernels[0])};
+}
+
+}  // namespace videoattn

@@ -51,7 +51,7 @@ struct Args {
     int32_t q_len;
     int32_t kv_len;
     int32_t q_tiles;
-    int64_t tiles;
+    int32_t tiles;
     float scale_log2;  // softmax scale * log2(e)
     float scale;
 };

@@ -14,7 +14,11 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
     args.q_tiles = static_cast<int32_t>(ceil_div(call.q_len, Config::kTileM));
-    args.tiles = static_cast<int64_t>(args.q_tiles) * call.heads * call.batch;
+    // The kernel counts tiles in 32 bits and steps past the last one by a grid.
+    const double tiles = static_cast<double>(args.q_tiles) * call.heads * call.batch;
+    if (tiles > 2147000000.0 || call.heads > 0x7fffffff || call.grid > 65535)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f query tiles are more than one launch can count", tiles);
+    args.tiles = static_cast<int32_t>(tiles);
     args.scale = call.scale;
     args.scale_log2 = call.scale * 1.4426950408889634f;
 
