@@ -177,7 +177,8 @@ def test_no_lse():
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 4, 4096, 4096, 128), (2, 4, 6144, 1024, 64), (1, 8, 5525, 5525, 128), (1, 8, 259, 12288, 64)]
+    "shape",
+    [(1, 4, 4096, 4096, 128), (2, 4, 6144, 1024, 64), (1, 8, 5525, 5525, 128), (1, 8, 259, 12288, 64)],
 )
 def test_video_shapes(shape):
     check(*inputs(*shape, torch.bfloat16))

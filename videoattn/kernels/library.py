@@ -32,7 +32,13 @@ PREBUILT = Path(__file__).with_name("prebuilt") / NAME
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 ARCHS = {"hopper": ("90a",), "blackwell": ("100a", "103a")}
 FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
-LINK_FLAGS = ("-shared", "-cudart", "static", "-Xcompiler=-static-libstdc++,-static-libgcc")
+LINK_FLAGS = (
+    "-shared",
+    "-cudart",
+    "static",
+    "-Xcompiler=-static-libstdc++,-static-libgcc",
+    "-Xlinker=--exclude-libs=ALL",
+)
 
 
 class BuildError(RuntimeError):

@@ -42,9 +42,7 @@ def tma_can_take(x: torch.Tensor) -> bool:
     return (
         x.stride(3) == 1
         and x.data_ptr() % 16 == 0
-        and all(
-            x.size(i) == 1 or (x.stride(i) > 0 and x.stride(i) * element % 16 == 0) for i in (0, 1, 2)
-        )
+        and all(x.size(i) == 1 or (x.stride(i) > 0 and x.stride(i) * element % 16 == 0) for i in (0, 1, 2))
     )
 
 
