@@ -31,7 +31,8 @@ def report(compiler, tmp_path_factory):
 
 def test_no_spills_and_no_stack(report):
     properties = re.findall(
-        r"Function properties for (\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+        r"Function properties for (\w+)\s+(\d+) bytes stack frame, "
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads",
         report,
     )
     assert {name for name, *_ in properties} == KERNELS

@@ -40,7 +40,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def counting_nvcc(tmp_path, monkeypatch):
-    """An empty cache and an nvcc that logs its arguments before it works; `slow_link` delays the last step."""
+    """An empty cache and an nvcc that logs its arguments; a file `slow_link` delays the last step."""
     log = tmp_path / "calls.txt"
     wrapper = tmp_path / "nvcc"
     real = library.find_compiler().path
@@ -123,7 +123,7 @@ def test_a_failed_compile_is_one_line(tmp_path, monkeypatch):
 
 def test_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("VIDEOATTN_NVCC", str(tmp_path / "nvcc"))
-    with pytest.raises(library.BuildError, match="VIDEOATTN_NVCC names .*, which is no file"):
+    with pytest.raises(library.BuildError, match=r"VIDEOATTN_NVCC names .*, which is no file"):
         library.find_compiler()
     (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "nvcc").chmod(0o755)

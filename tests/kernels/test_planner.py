@@ -31,7 +31,7 @@ def tensors(batch=2, heads=3, q_len=200, kv_len=300, head_dim=128, dtype=torch.b
 
 
 def read_box(tensor_map, coordinates, storage_address):
-    """The elements of one TMA box as 16-bit integers, zero outside the tensor: the copy engine in plain Python."""
+    """One TMA box as 16-bit integers, zero outside the tensor: the copy engine in plain Python."""
     shape = [tensor_map.box[i] for i in range(tensor_map.rank)]
     flat = []
     for index in range(math.prod(shape)):
@@ -48,7 +48,7 @@ def read_box(tensor_map, coordinates, storage_address):
 
 @st.composite
 def strided(draw, batch, seq, heads, head_dim):
-    """A BSHD view of a larger buffer: any order of the outer dimensions, padding in multiples of 8 elements."""
+    """A BSHD view of a larger buffer: any order of the outer dimensions, padded by multiples of 8."""
     sizes = {0: batch, 1: seq, 2: heads}
     order = draw(st.permutations([0, 1, 2]))
     strides, step = {}, head_dim

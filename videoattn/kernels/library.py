@@ -102,7 +102,7 @@ def source_files(sources: Path = SOURCES) -> list[Path]:
     """The files that make up the library, sorted: the interface, `common` and the kernel families."""
     folders = [sources / "common", *(sources / family for family in ARCHS)]
     files = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    files += [path for path in sources.glob("api.*")]
+    files += list(sources.glob("api.*"))
     return sorted(path for path in files if path.suffix in {".h", ".cuh", ".cpp", ".cu"})
 
 
@@ -189,8 +189,8 @@ def _nvcc(compiler: Compiler, arguments: list[str]) -> None:
 def locate() -> Path:
     """The library shipped in the package if there is one, else the built one.
 
-    `$VIDEOATTN_NVCC_FLAGS` adds flags and always builds, for instance `-DVIDEOATTN_BOUNDED_WAITS=1000000`, with
-    which a barrier that never completes traps and names itself. Raises BuildError.
+    `$VIDEOATTN_NVCC_FLAGS` adds flags and always builds, for instance `-DVIDEOATTN_BOUNDED_WAITS=1000000`,
+    with which a barrier that never completes traps and names itself. Raises BuildError.
     """
     extra = tuple(shlex.split(os.environ.get("VIDEOATTN_NVCC_FLAGS", "")))
     return build(extra_flags=extra) if extra or not PREBUILT.is_file() else PREBUILT

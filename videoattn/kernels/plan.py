@@ -1,7 +1,7 @@
 """The planner alone: shapes and strides to tensor maps, grid and arguments, without nvcc, CUDA or a GPU.
 
-The launcher inside the library and the simulator run the same plans. This module builds the planner's sources with
-the machine's C++ compiler.
+The launcher inside the library and the simulator run the same plans. This module builds the planner's sources
+with the machine's C++ compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The self-check: a kernel runs small problems against fp32 in a child process before `auto` trusts it.
 
-A hang or an illegal access costs the child, not the caller's process. A verdict belongs to one GPU model, driver
-and build, is kept in the cache, and is only read, never made, inside an attention call.
+A hang or an illegal access costs the child, not the caller's process. A verdict belongs to one GPU model,
+driver and build, is kept in the cache, and is only read, never made, inside an attention call.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def remember(subject: Subject, verdict: Verdict) -> None:
 
 
 def untrusted(kernel: str) -> str | None:
-    """None if the kernel has passed its self-check on the current device, else the reason it isn't trusted."""
+    """None if the kernel passed its self-check on the current device, else why it isn't trusted."""
     try:
         verdict = recall(Subject.here(kernel, torch.cuda.current_device()))
     except library.BuildError as error:
@@ -172,7 +172,7 @@ class Problem:
 
 
 def problems() -> Iterator[Problem]:
-    """Every code path of a kernel once: head dims, dtypes, tails, short and long, lengths, views, outliers."""
+    """Every code path once: head dims, dtypes, tails, short and long, lengths, views, outliers."""
     for dtype in (torch.bfloat16, torch.float16):
         for head_dim in (128, 64):
             yield Problem(1, 2, 300, 517, head_dim, dtype)
@@ -184,7 +184,7 @@ def problems() -> Iterator[Problem]:
 
 
 def check(module: str, device: str) -> str | None:
-    """None if the kernel keeps the accuracy rule on every problem and repeats bitwise, else the first failure."""
+    """None if every problem keeps the accuracy rule and repeats bitwise, else the first failure."""
     from videoattn.kernels.accuracy import compare
 
     kernel = importlib.import_module(module)
