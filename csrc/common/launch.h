@@ -15,7 +15,10 @@ struct KernelList {
     int count;
 };
 
+#define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
+
 KernelList hopper_kernels();
+KernelList merge_kernels();
 
 struct DeviceFacts {
     int arch;  // compute capability without its dot

@@ -43,8 +43,9 @@ class Call(ctypes.Structure):
         ("scale", c_float),
         ("grid", c_int32),
         ("num_sms", c_int32),
-        ("flags", c_uint32),
+        ("splits", c_int32),
         ("stream", c_void_p),
+        ("workspace", c_void_p),
     )
 
 
@@ -94,6 +95,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     message = (ctypes.c_char_p, ctypes.c_size_t)
     signatures = {
         "videoattn_plan": ((ctypes.POINTER(Call), ctypes.POINTER(Plan), *message), ctypes.c_int),
+        "videoattn_plan_merge": ((ctypes.POINTER(Call), ctypes.POINTER(Plan), *message), ctypes.c_int),
+        "videoattn_workspace_bytes": ((ctypes.POINTER(Call),), ctypes.c_uint64),
         "videoattn_attention": ((ctypes.POINTER(Call), *message), ctypes.c_int),
         "videoattn_check_device": ((ctypes.c_int, *message), ctypes.c_int),
         "videoattn_build_info": ((), ctypes.c_char_p),

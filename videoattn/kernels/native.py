@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,6 +64,7 @@ def fill_call(
     arch: int = 0,
     grid: int = 0,
     num_sms: int = 0,
+    splits: int = 0,
     device: int = 0,
     stream: int = 0,
 ) -> abi.Call:
@@ -87,9 +89,29 @@ def fill_call(
         scale,
         grid,
         num_sms,
-        0,
+        splits,
         stream,
+        None,
     )
+
+
+def attach_workspace(call: abi.Call, device: torch.device) -> torch.Tensor | None:
+    """Give the call the workspace that splitting its keys needs; keep the tensor until the call is queued.
+
+    `call.arch` and `call.num_sms` must be set.
+    """
+    count = library.load().videoattn_workspace_bytes(ctypes.byref(call))
+    if count == 0:
+        return None
+    workspace = torch.empty(count, dtype=torch.uint8, device=device)
+    call.workspace = workspace.data_ptr()
+    return workspace
+
+
+@cache
+def num_sms(device: int) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(call: abi.Call) -> None:
@@ -108,7 +130,6 @@ def run(
     kv_lengths: torch.Tensor | None,
     return_lse: bool,
     arch: int,
-    grid: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of BSHD tensors on the current stream: a contiguous output and, if wanted, the LSE."""
     q, k, v = (x if tma_can_take(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -125,9 +146,12 @@ def run(
         kv_lengths=kv_lengths,
         lse=lse,
         arch=arch,
-        grid=grid,
+        num_sms=num_sms(q.device.index),
         device=q.device.index,
         stream=torch.cuda.current_stream(q.device).cuda_stream,
     )
+    # Freed on return, but to this stream's pool: the launch comes before any reuse.
+    workspace = attach_workspace(call, q.device)
     launch(call)
+    del workspace
     return out, lse
