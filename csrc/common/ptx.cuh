@@ -259,4 +259,50 @@ __device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
     return packed;
 }
 
+// Two f32 operations an instruction, on a register pair (sm_100 and later).
+namespace detail {
+__device__ __forceinline__ uint64_t pair(float2 v) {
+    uint64_t bits;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(bits) : "f"(v.x), "f"(v.y));
+    return bits;
+}
+
+__device__ __forceinline__ float2 unpair(uint64_t bits) {
+    float2 v;
+    asm("mov.b64 {%0, %1}, %2;" : "=f"(v.x), "=f"(v.y) : "l"(bits));
+    return v;
+}
+}  // namespace detail
+
+__device__ __forceinline__ float2 fma_rn_ftz_f32x2(float2 a, float2 b, float2 c) {
+    uint64_t d;
+    asm("fma.rn.ftz.f32x2 %0, %1, %2, %3;" : "=l"(d) : "l"(detail::pair(a)), "l"(detail::pair(b)), "l"(detail::pair(c)));
+    return detail::unpair(d);
+}
+
+__device__ __forceinline__ float2 mul_rn_ftz_f32x2(float2 a, float2 b) {
+    uint64_t d;
+    asm("mul.rn.ftz.f32x2 %0, %1, %2;" : "=l"(d) : "l"(detail::pair(a)), "l"(detail::pair(b)));
+    return detail::unpair(d);
+}
+
+__device__ __forceinline__ float2 add_rn_ftz_f32x2(float2 a, float2 b) {
+    uint64_t d;
+    asm("add.rn.ftz.f32x2 %0, %1, %2;" : "=l"(d) : "l"(detail::pair(a)), "l"(detail::pair(b)));
+    return detail::unpair(d);
+}
+
+__device__ __forceinline__ float2 sub_rn_ftz_f32x2(float2 a, float2 b) {
+    uint64_t d;
+    asm("sub.rn.ftz.f32x2 %0, %1, %2;" : "=l"(d) : "l"(detail::pair(a)), "l"(detail::pair(b)));
+    return detail::unpair(d);
+}
+
+// Rounds towards minus infinity.
+__device__ __forceinline__ float2 add_rm_ftz_f32x2(float2 a, float2 b) {
+    uint64_t d;
+    asm("add.rm.ftz.f32x2 %0, %1, %2;" : "=l"(d) : "l"(detail::pair(a)), "l"(detail::pair(b)));
+    return detail::unpair(d);
+}
+
 }  // namespace ptx

@@ -58,7 +58,7 @@ __device__ float tile_row_max(TmemAddress s) {
             row_max = fmaxf(row_max, v[i]);
         }
     }
-    return row_max * kSoftmaxScale;
+    return row_max;
 }
 
 // P = exp(S * scale - row_max) into shared memory, its row sum as result.
@@ -111,22 +111,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     const int warp = threadIdx.x / 32;
     const bool leader = warp == 0 && ptx::elect_one();
-    if (warp == 0) {
-        ptx::tcgen05_alloc<kTmemColumns>(ptx::smem_address(&tmem_slot));
-        ptx::tcgen05_relinquish_alloc_permit();
-    }
     if (leader) {
         ptx::mbarrier_init(loaded, 1);       // the leader's expect_tx
         ptx::mbarrier_init(scores_done, 1);  // commit
         ptx::mbarrier_init(output_done, 1);  // commit
-        ptx::fence_mbarrier_init();
-        ptx::fence_proxy_async_smem();
+        publish_barriers();
     }
     __syncwarp();
-    ptx::tcgen05_fence_before_thread_sync();
-    __syncthreads();
-    ptx::tcgen05_fence_after_thread_sync();
-    const TmemAddress s = tmem_slot, o = tmem_slot + 128;
+    const TmemAddress tmem = set_up<kTmemColumns>(warp == 0, tmem_slot);
+    const TmemAddress s = tmem, o = tmem + 128;
 
     const int q_row = blockIdx.x * kTileRows;
     const int kv_row = q_row / q_len * kv_len;
@@ -149,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         wait_warp(scores_done, parity);
         ptx::tcgen05_fence_after_thread_sync();
 
-        const float new_max = fmaxf(row_max, tile_row_max(warp_lanes(s)));
+        const float new_max = fmaxf(row_max, tile_row_max(warp_lanes(s)) * kSoftmaxScale);
         const float factor = expf(row_max - new_max);
         row_max = new_max;
         row_sum = row_sum * factor + exponentiate(warp_lanes(s), row_max, k_smem + threadIdx.x * 16);
@@ -173,11 +166,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     const size_t row = static_cast<size_t>(q_row) + threadIdx.x;
     store_output_row(warp_lanes(o), 1.0f / row_sum, out + row * kHeadDim);
-
-    ptx::tcgen05_fence_before_thread_sync();
-    __syncthreads();
-    ptx::tcgen05_fence_after_thread_sync();
-    if (warp == 0) {
-        ptx::tcgen05_dealloc<kTmemColumns>(tmem_slot);
-    }
+    tear_down<kTmemColumns>(warp == 0, tmem);
 }

@@ -35,6 +35,47 @@ __device__ __forceinline__ void wait_thread(uint64_t& barrier, uint32_t parity) 
     }
 }
 
+// One arrival for the warp, after all its lanes. What the lanes did in tensor memory must have been waited for.
+__device__ __forceinline__ void arrive_warp(uint64_t& barrier) {
+    ptx::tcgen05_fence_before_thread_sync();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        ptx::mbarrier_arrive(barrier);
+    }
+}
+
+// Follows the barriers' initialisation by the thread that did it; a CTA synchronisation must follow.
+__device__ __forceinline__ void publish_barriers() {
+    ptx::fence_mbarrier_init();
+    ptx::fence_proxy_async_smem();
+}
+
+// Whole CTA: the owner warp allocates tensor memory, and everyone sees its address and the barriers.
+template <int kColumns>
+__device__ __forceinline__ TmemAddress set_up(bool owner, uint32_t& tmem_slot) {
+    if (owner) {
+        ptx::tcgen05_alloc<kColumns>(ptx::smem_address(&tmem_slot));
+        ptx::tcgen05_relinquish_alloc_permit();
+    }
+    __syncwarp();
+    ptx::tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    ptx::tcgen05_fence_after_thread_sync();
+    return tmem_slot;
+}
+
+// Whole CTA, once every warp has waited for what it started in tensor memory.
+template <int kColumns>
+__device__ __forceinline__ void tear_down(bool owner, TmemAddress tmem) {
+    __syncwarp();
+    ptx::tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    ptx::tcgen05_fence_after_thread_sync();
+    if (owner) {
+        ptx::tcgen05_dealloc<kColumns>(tmem);
+    }
+}
+
 // TMEM address of this warp's 32 lanes.
 __device__ __forceinline__ TmemAddress warp_lanes(TmemAddress address) {
     return address + ((threadIdx.x / 32 % 4) << 21);
