@@ -25,7 +25,8 @@ __device__ __forceinline__ float2 exp2_software(float2 x) {
         ptx::sub_rn_ftz_f32x2(x, ptx::sub_rn_ftz_f32x2(biased, make_float2(kMagic, kMagic)));
     float2 y = ptx::fma_rn_ftz_f32x2(fraction, make_float2(kExp2C3, kExp2C3), make_float2(kExp2C2, kExp2C2));
     y = ptx::fma_rn_ftz_f32x2(y, fraction, make_float2(kExp2C1, kExp2C1));
-    y = ptx::fma_rn_ftz_f32x2(y, fraction, make_float2(1.0f, 1.0f));
+    // NOTES: scalar, because a scalar FMA takes 1.0 as an immediate where the packed one holds two registers.
+    y = make_float2(fmaf(y.x, fraction.x, 1.0f), fmaf(y.y, fraction.y, 1.0f));
     y.x = __int_as_float(__float_as_int(y.x) + (__float_as_int(biased.x) << 23));
     y.y = __int_as_float(__float_as_int(y.y) + (__float_as_int(biased.y) << 23));
     return y;

@@ -116,15 +116,6 @@ constexpr int kHighChunks = (kTileRows - kLowColumns) / kChunk;
 __device__ float load_scores(float (&high)[kHighChunks][kChunk], TmemAddress s) {
     float row_max = -INFINITY;
 #pragma unroll
-    for (int chunk = 0; chunk < kHighChunks; ++chunk) {
-        ptx::tcgen05_ld_x16(high[chunk], s + kLowColumns + chunk * kChunk);
-        ptx::tcgen05_wait_ld(high[chunk]);
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            row_max = fmaxf(row_max, high[chunk][i]);
-        }
-    }
-#pragma unroll
     for (int column = 0; column < kLowColumns; column += kChunk) {
         float v[kChunk];
         ptx::tcgen05_ld_x16(v, s + column);
@@ -132,6 +123,15 @@ __device__ float load_scores(float (&high)[kHighChunks][kChunk], TmemAddress s) 
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) {
             row_max = fmaxf(row_max, v[i]);
+        }
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kHighChunks; ++chunk) {
+        ptx::tcgen05_ld_x16(high[chunk], s + kLowColumns + chunk * kChunk);
+        ptx::tcgen05_wait_ld(high[chunk]);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            row_max = fmaxf(row_max, high[chunk][i]);
         }
     }
     return row_max;
