@@ -277,13 +277,12 @@ __device__ void softmax_warp(Barriers& bar, RowState& state, int i, TmemAddress 
                 state.factor[i][row] = factor;
                 arrive_warp(bar.factor_ready[i]);
             }
-            row_sum *= factor;
-            float2 high_sum = make_float2(0.0f, 0.0f);
+            float2 high_sum = make_float2(row_sum * factor, 0.0f);
             exponentiate_high(high, s, row_max, high_sum);
             ptx::tcgen05_wait_st();
             arrive_warp(bar.p_high_ready[i]);
+            row_sum = high_sum.x + high_sum.y;
             exponentiate_low(s, row_max, row_sum);
-            row_sum += high_sum.x + high_sum.y;
             ptx::tcgen05_wait_st();
             arrive_warp(bar.p_low_ready[i]);
         }
