@@ -1,0 +1,413 @@
+// Attention forward for sm_90a: persistent, warp-specialised, TMA + wgmma.
+//
+// Warps: warpgroup 0 is the producer (warp 0 loads by TMA, warp 1 clears V rows past kv_lengths, the rest leave);
+// warpgroups 1 .. kConsumers each own 64 query rows of the tile. Key tiles run from the last to the first, so that
+// the partial one comes while there is nothing to overlap with.
+//
+// One consumer's time-line over key tiles 0 .. n-1 (in the order processed); the tensor core works on the upper line
+// while the warpgroup runs the lower one, and the consumers take turns at issuing:
+//
+//   wgmma   S0 | S1, O += P0 V0 | S2, O += P1 V1 | ...             | O += Pn-1 Vn-1
+//   thread     | softmax(S0)    | softmax(S1)    | ... softmax(Sn-1) |              | epilogue
+//
+// Barriers (arrivals): q_full[g] 1 (the loader) + bytes; q_empty[g] 4 (a lane of each warp of consumer g);
+// k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
+// with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
+// Named barriers: 1 + g: all 128 threads of consumer g; 4 + g: consumer g's turn to issue (its own 128 threads wait,
+// those of its predecessor arrive).
+
+#include <cuda.h>
+
+#include "../common/launch.h"
+#include "config.h"
+#include "ptx.cuh"
+#include "softmax.cuh"
+#include "wgmma.cuh"
+
+namespace videoattn::hopper {
+namespace {
+
+struct Tile {
+    int batch, head, row, length, blocks;  // first query row, valid keys, key tiles
+};
+
+template <typename C>
+__device__ __forceinline__ Tile locate(const Args& args, int index) {
+    Tile tile;
+    const int pair = index / args.q_tiles;
+    tile.row = (index - pair * args.q_tiles) * C::kTileM;
+    tile.batch = pair / args.heads;
+    tile.head = pair - tile.batch * args.heads;
+    tile.length = args.kv_len;
+    if (args.kv_lengths != nullptr) tile.length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
+    tile.blocks = (tile.length + C::kTileN - 1) / C::kTileN;
+    return tile;
+}
+
+// Rows past the length that the tensor does hold: TMA brings them, and 0 * NaN would reach O.
+template <typename C>
+__device__ __forceinline__ bool needs_clearing(const Args& args, const Tile& tile) {
+    return tile.length < args.kv_len && tile.length % C::kTileN != 0;
+}
+
+template <typename C>
+struct Shared {
+    uint32_t base;
+
+    __device__ __forceinline__ uint32_t q(int group) const { return base + C::kQOffset + group * C::kGroupBytes; }
+    __device__ __forceinline__ uint32_t o(int group) const { return base + C::kOOffset + group * C::kGroupBytes; }
+    __device__ __forceinline__ uint32_t k(int stage) const { return base + C::kKOffset + stage * C::kKvBytes; }
+    __device__ __forceinline__ uint32_t v(int stage) const { return base + C::kVOffset + stage * C::kKvBytes; }
+    __device__ __forceinline__ uint32_t barrier(int index) const { return base + C::kBarrierOffset + 8 * index; }
+    __device__ __forceinline__ uint32_t q_full(int group) const { return barrier(group); }
+    __device__ __forceinline__ uint32_t q_empty(int group) const { return barrier(C::kConsumers + group); }
+    __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 * C::kConsumers + stage); }
+    __device__ __forceinline__ uint32_t k_empty(int stage) const { return k_full(stage + C::kStages); }
+    __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(stage + 2 * C::kStages); }
+    __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }
+    __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
+};
+
+// A position in the ring of key or value buffers.
+template <typename C>
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == C::kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+// ---- producer ----
+
+template <typename C>
+__device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q_map, const CUtensorMap& k_map,
+                                     const CUtensorMap& v_map, const Args& args) {
+    Ring<C> keys, values;
+    uint32_t q_phase = 0;
+    const auto load_values = [&](const Tile& tile, int block) {
+        barrier_wait(smem.v_empty(values.stage), values.phase ^ 1);
+        barrier_expect_bytes(smem.v_full(values.stage), C::kKvBytes);
+        tma_load(smem.v(values.stage), &v_map, smem.v_full(values.stage), block * C::kTileN, tile.head, tile.batch);
+        values.advance();
+    };
+    for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+        const Tile tile = locate<C>(args, index);
+        for (int block = tile.blocks - 1; block >= 0; --block) {
+            barrier_wait(smem.k_empty(keys.stage), keys.phase ^ 1);
+            barrier_expect_bytes(smem.k_full(keys.stage), C::kKvBytes);
+            tma_load(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), block * C::kTileN, tile.head, tile.batch);
+            keys.advance();
+            if (block == tile.blocks - 1) {
+                for (int group = 0; group < C::kConsumers; ++group) {
+                    barrier_wait(smem.q_empty(group), q_phase ^ 1);
+                    barrier_expect_bytes(smem.q_full(group), C::kGroupBytes);
+                    tma_load(smem.q(group), &q_map, smem.q_full(group), tile.row + group * kGroupRows, tile.head,
+                             tile.batch);
+                }
+                q_phase ^= 1;
+            } else {
+                load_values(tile, block + 1);
+            }
+        }
+        if (tile.blocks > 0) load_values(tile, 0);
+    }
+}
+
+// Follows every value tile of a launch with key lengths, so that it can never mistake one phase for another.
+template <typename C>
+__device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const Args& args) {
+    constexpr int kBoxRows = C::kTileN * (C::kHeadDim / 64);
+    const int lane = threadIdx.x % 32;
+    Ring<C> values;
+    for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+        const Tile tile = locate<C>(args, index);
+        for (int block = 0; block < tile.blocks; ++block) {
+            barrier_wait(smem.v_full(values.stage), values.phase);
+            if (block == 0 && needs_clearing<C>(args, tile)) {
+                const int valid = tile.length % C::kTileN;
+                // 128-byte rows of 64 columns, eight 16-byte pieces each; the swizzle stays inside a row.
+                for (int piece = lane; piece < 8 * kBoxRows; piece += 32)
+                    if (piece / 8 % C::kTileN >= valid) store_zero16(smem.v(values.stage) + 16 * piece);
+                async_proxy_fence();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(smem.v_clean(values.stage));
+            }
+            if (lane == 0) barrier_arrive(smem.v_empty(values.stage));
+            values.advance();
+        }
+    }
+}
+
+// ---- consumers ----
+
+// Shared-memory matrix descriptor, 128-byte swizzle, 8-row groups 1024 bytes apart; `leading` bytes separate the
+// 64-column blocks of an N-major operand and mean nothing to a K-major one (PTX ISA 9.7.15.5.1).
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t leading) {
+    return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{leading >> 4} << 16) |
+           ((address & 0x3FFFF) >> 4);
+}
+
+// Byte address of the 16-byte piece that lane `lane` hands to ldmatrix or stmatrix .x4 for the 16 x 16 block at
+// (16 * warp, 16 * step) of a swizzled [head_dim / 64][64][64] tile.
+__device__ __forceinline__ uint32_t fragment_address(uint32_t tile, int warp, int lane, int step) {
+    const int row = 16 * warp + lane % 16;
+    const int piece = 2 * (step % 4) + lane / 16;
+    return tile + (step / 4) * (kGroupRows * 128) + row * 128 + ((piece ^ (row & 7)) << 4);
+}
+
+template <typename C, typename Element>
+struct Consumer {
+    static constexpr int kScores = C::kTileN / 2;
+    static constexpr int kOutputs = C::kHeadDim / 2;
+    static constexpr int kQSteps = C::kHeadDim / 16;
+    static constexpr int kPSteps = C::kTileN / 16;
+    using Scores = Softmax<C::kTileN>;
+
+    const Shared<C>& smem;
+    const int group;
+    Ring<C> keys, values;
+    uint32_t q_phase = 0;
+    uint32_t clean_phases = 0;
+    uint32_t q[C::kQInRegisters ? kQSteps : 1][4];
+
+    __device__ __forceinline__ Consumer(const Shared<C>& smem_, int group_) : smem(smem_), group(group_) {}
+
+    __device__ __forceinline__ void release(uint32_t barrier) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    }
+
+    __device__ __forceinline__ void take_turn() { named_sync(4 + group, 256); }
+    __device__ __forceinline__ void pass_turn() {
+        named_arrive(4 + (group + 1 == C::kConsumers ? 0 : group + 1), 256);
+    }
+
+    __device__ __forceinline__ void take_queries() {
+        barrier_wait(smem.q_full(group), q_phase);
+        q_phase ^= 1;
+        if constexpr (C::kQInRegisters) {
+            const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll
+            for (int step = 0; step < kQSteps; ++step)
+                load_matrix(q[step], fragment_address(smem.q(group), warp, lane, step));
+            __syncwarp();
+            release(smem.q_empty(group));
+        }
+    }
+
+    __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
+        const uint64_t k = descriptor(smem.k(keys.stage), 16);
+#pragma unroll
+        for (int step = 0; step < kQSteps; ++step) {
+            const uint32_t k_step = (step / 4) * (C::kTileN * 128) + (step % 4) * 32;
+            if constexpr (C::kQInRegisters) {
+                Wgmma<Element, C::kTileN, 0>::rs(s, q[step], k + (k_step >> 4), step > 0);
+            } else {
+                const uint64_t a = descriptor(smem.q(group), 16);
+                const uint32_t q_step = (step / 4) * (kGroupRows * 128) + (step % 4) * 32;
+                Wgmma<Element, C::kTileN, 0>::ss(s, a + (q_step >> 4), k + (k_step >> 4), step > 0);
+            }
+        }
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4], bool accumulate) {
+        const uint64_t v = descriptor(smem.v(values.stage), C::kTileN * 128);
+#pragma unroll
+        for (int step = 0; step < kPSteps; ++step)
+            Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 || accumulate);
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void wait_values(bool clear) {
+        barrier_wait(smem.v_full(values.stage), values.phase);
+        if (clear) {
+            barrier_wait(smem.v_clean(values.stage), clean_phases >> values.stage & 1);
+            clean_phases ^= 1u << values.stage;
+        }
+    }
+
+    // O of the tile's 64 rows, not yet divided by the row sums.
+    __device__ __forceinline__ void attend(const Args& args, const Tile& tile, float (&o)[kOutputs], Scores& softmax) {
+        float s[kScores];
+        uint32_t p[kPSteps][4];
+        float factor[2];
+        bool clear = needs_clearing<C>(args, tile);
+
+        take_queries();
+        barrier_wait(smem.k_full(keys.stage), keys.phase);
+        take_turn();
+        pin(s);
+        wgmma_fence();
+        issue_scores(s);
+        pass_turn();
+        wgmma_wait<0>();
+        pin(s);
+        release(smem.k_empty(keys.stage));
+        keys.advance();
+        if (tile.length % C::kTileN != 0) Scores::mask(s, tile.length % C::kTileN);
+        softmax.update_max(s, factor);
+        softmax.exponentiate(s);
+        Scores::template pack_fragments<Element>(s, p);
+
+        for (int block = 1; block < tile.blocks; ++block) {
+            barrier_wait(smem.k_full(keys.stage), keys.phase);
+            take_turn();
+            pin(s);
+            pin(o);
+            wgmma_fence();
+            issue_scores(s);
+            wait_values(clear);
+            clear = false;
+            issue_output(o, p, block > 1);
+            pass_turn();
+            wgmma_wait<1>();
+            pin(s);
+            release(smem.k_empty(keys.stage));
+            keys.advance();
+            const bool rescale = softmax.update_max(s, factor);
+            softmax.exponentiate(s);
+            wgmma_wait<0>();
+            pin(o);
+            release(smem.v_empty(values.stage));
+            values.advance();
+            Scores::template pack_fragments<Element>(s, p);
+            if (rescale) {
+#pragma unroll
+                for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+            }
+        }
+        if constexpr (!C::kQInRegisters) release(smem.q_empty(group));
+
+        wait_values(clear);
+        pin(o);
+        wgmma_fence();
+        issue_output(o, p, tile.blocks > 1);
+        wgmma_wait<0>();
+        pin(o);
+        release(smem.v_empty(values.stage));
+        values.advance();
+    }
+
+    __device__ __forceinline__ void store(const CUtensorMap& o_map, const Args& args, const Tile& tile,
+                                          float (&o)[kOutputs], const Scores& softmax) {
+        const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+        float inverse[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float sum = quad_sum(softmax.row_sum[row]);
+            inverse[row] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            const int position = tile.row + group * kGroupRows + 16 * warp + lane / 4 + 8 * row;
+            if (args.lse != nullptr && lane % 4 == 0 && position < args.q_len) {
+                const int64_t head = static_cast<int64_t>(tile.batch) * args.heads + tile.head;
+                args.lse[head * args.q_len + position] =
+                    sum == 0.0f ? -INFINITY : softmax.row_max[row] * args.scale + logf(sum);
+            }
+        }
+        if (thread == 0) tma_store_wait_read();
+        named_sync(1 + group, 128);
+#pragma unroll
+        for (int step = 0; step < kQSteps; ++step) {
+            uint32_t r[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                r[i] = pack<Element>(o[8 * step + 2 * i] * inverse[i % 2], o[8 * step + 2 * i + 1] * inverse[i % 2]);
+            store_matrix(fragment_address(smem.o(group), warp, lane, step), r[0], r[1], r[2], r[3]);
+        }
+        async_proxy_fence();
+        named_sync(1 + group, 128);
+        const int row = tile.row + group * kGroupRows;
+        if (thread == 0 && row < args.q_len) tma_store(&o_map, smem.o(group), row, tile.head, tile.batch);
+    }
+};
+
+template <typename C, typename Element>
+__device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
+                                          const CUtensorMap& o_map, const Args& args) {
+    extern __shared__ uint8_t raw_smem[];
+    const Shared<C> smem{(shared_address(raw_smem) + 1023) / 1024 * 1024};
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+
+    if (threadIdx.x == 0) {
+        prefetch_map(&q_map);
+        prefetch_map(&k_map);
+        prefetch_map(&v_map);
+        prefetch_map(&o_map);
+        for (int group = 0; group < C::kConsumers; ++group) {
+            barrier_init(smem.q_full(group), 1);
+            barrier_init(smem.q_empty(group), 4);
+        }
+        for (int stage = 0; stage < C::kStages; ++stage) {
+            barrier_init(smem.k_full(stage), 1);
+            barrier_init(smem.k_empty(stage), 4 * C::kConsumers);
+            barrier_init(smem.v_full(stage), 1);
+            barrier_init(smem.v_empty(stage), 4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0));
+            barrier_init(smem.v_clean(stage), 1);
+        }
+        barrier_init_fence();
+        async_proxy_fence();
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        registers_shrink<C::kProducerRegisters>();
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+        if (warp == 0) {
+            if (threadIdx.x == 0) load<C>(smem, q_map, k_map, v_map, args);
+        } else if (warp == 1 && args.kv_lengths != nullptr) {
+            clear_value_tails<C>(smem, args);
+        }
+    } else {
+        registers_grow<C::kConsumerRegisters>();
+        Consumer<C, Element> consumer(smem, warpgroup - 1);
+        if (consumer.group == C::kConsumers - 1) consumer.pass_turn();
+        for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
+            const Tile tile = locate<C>(args, index);
+            typename Consumer<C, Element>::Scores softmax(args.scale_log2);
+            float o[C::kHeadDim / 2];
+#pragma unroll
+            for (int i = 0; i < C::kHeadDim / 2; ++i) o[i] = 0.0f;
+            if (tile.blocks > 0) consumer.attend(args, tile, o, softmax);
+            consumer.store(o_map, args, tile, o, softmax);
+        }
+        if (threadIdx.x % 128 == 0) tma_store_wait();
+        // The turn that nobody takes any more, so that no named barrier is left half arrived.
+        if (consumer.group == 0) consumer.take_turn();
+    }
+}
+
+}  // namespace
+}  // namespace videoattn::hopper
+
+#define VIDEOATTN_HOPPER_KERNEL(NAME, CONFIG, ELEMENT)                                                       \
+    extern "C" __global__ void __launch_bounds__(videoattn::hopper::CONFIG::kThreads, 1)                     \
+        NAME(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,           \
+             const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map,           \
+             const __grid_constant__ videoattn::hopper::Args args) {                                         \
+        videoattn::hopper::attention<videoattn::hopper::CONFIG, ELEMENT>(q_map, k_map, v_map, o_map, args);  \
+    }
+
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_bf16, Config128, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_fp16, Config128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_bf16, Config64, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_fp16, Config64, __half)
+
+#define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
+
+namespace videoattn {
+
+KernelList hopper_kernels() {
+    static const Kernel kernels[] = {
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_bf16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_bf16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_fp16),
+    };
+    return {kernels, sizeof(kernels) / sizeof(kernels[0])};
+}
+
+}  // namespace videoattn
