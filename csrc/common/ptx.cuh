@@ -131,8 +131,16 @@ __device__ __forceinline__ void tcgen05_fence_after_thread_sync() {
 #define PTX_FLOAT_INOUT16(v, i) \
     PTX_FLOAT_INOUT4(v, i), PTX_FLOAT_INOUT4(v, i + 4), PTX_FLOAT_INOUT4(v, i + 8), PTX_FLOAT_INOUT4(v, i + 12)
 
+#define PTX_FLOAT_INOUT8(v, i) PTX_FLOAT_INOUT4(v, i), PTX_FLOAT_INOUT4(v, i + 4)
+
 // Shape 32x32b: lane t of the warp reads TMEM lane (address lane + t), register i is column (address column + i).
 // A warp reaches only the lanes 32 * (warp mod 4) .. + 31. Results may be used after tcgen05_wait_ld.
+__device__ __forceinline__ void tcgen05_ld_x8(float (&v)[8], TmemAddress address) {
+    asm volatile("tcgen05.ld.sync.aligned.32x32b.x8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+                 : PTX_FLOAT_OUT8(v, 0)
+                 : "r"(address));
+}
+
 __device__ __forceinline__ void tcgen05_ld_x16(float (&v)[16], TmemAddress address) {
     asm volatile(
         "tcgen05.ld.sync.aligned.32x32b.x16.b32 "
@@ -147,6 +155,16 @@ __device__ __forceinline__ void tcgen05_ld_x32(float (&v)[32], TmemAddress addre
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, [%32];"
         : PTX_FLOAT_OUT16(v, 0), PTX_FLOAT_OUT16(v, 16)
+        : "r"(address));
+}
+
+// As tcgen05_ld_x32, with the maximum of this lane's 32 values beside them. sm_103 and sm_110 only.
+__device__ __forceinline__ void tcgen05_ld_red_max_x32(float (&v)[32], float& max, TmemAddress address) {
+    asm volatile(
+        "tcgen05.ld.red.sync.aligned.32x32b.x32.max.f32 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, [%33];"
+        : PTX_FLOAT_OUT16(v, 0), PTX_FLOAT_OUT16(v, 16), "=f"(max)
         : "r"(address));
 }
 
@@ -175,6 +193,14 @@ __device__ __forceinline__ void tcgen05_st_x32(TmemAddress address, const float 
 
 // NOTES: arithmetic on a loaded register is free to move above an asm that does not name it. Passing the registers
 // through this empty statement, after the wait, keeps their first use below it.
+__device__ __forceinline__ void use_after_wait(float& v) {
+    asm volatile("" : "+f"(v));
+}
+
+__device__ __forceinline__ void use_after_wait(float (&v)[8]) {
+    asm volatile("" : PTX_FLOAT_INOUT8(v, 0));
+}
+
 __device__ __forceinline__ void use_after_wait(float (&v)[16]) {
     asm volatile("" : PTX_FLOAT_INOUT16(v, 0));
 }
@@ -226,6 +252,31 @@ __device__ __forceinline__ void tcgen05_commit(uint64_t& barrier) {
                  : "memory");
 }
 
+// ---------------------------------------------------------------- warp-level MMA (sm_80 and later)
+
+// Four 8x8 matrices of 16-bit values; lanes 8i .. 8i + 7 give the row addresses of matrix i.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&v)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : PTX_OUT4(v, 0)
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&v)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : PTX_OUT4(v, 0)
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : PTX_FLOAT_INOUT4(d, 0)
+        : PTX_IN4(a, 0), "r"(b0), "r"(b1));
+}
+
 // ---------------------------------------------------------------- memory
 
 __device__ __forceinline__ void st_shared_v4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -244,6 +295,25 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// Two half-precision exponentials, max relative error 2^-9.9.
+__device__ __forceinline__ uint32_t ex2_approx_f16x2(uint32_t x) {
+    uint32_t y;
+    asm("ex2.approx.f16x2 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ uint32_t add_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
 }
 
 // The first operand of cvt.rn.bf16x2 lands in the upper half: `low` is the element at the lower address.
