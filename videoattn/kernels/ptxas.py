@@ -1,6 +1,6 @@
 """Compiles one kernel file to PTX and reads what ptxas says of it: registers, spills, stack, shared memory.
 
-Results lie in `build/ptx` beside `csrc`, named by the hash of the file and what it includes, flags and compiler.
+Results lie in `build/ptx` beside `csrc`, named by the hash of the file, its includes, flags and compiler.
 """
 
 from __future__ import annotations
