@@ -1,4 +1,4 @@
-"""Every ladder step and branch compiles for its architectures, fits the SM and spills only where it says so."""
+"""Every ladder step and branch compiles for its architecture, fits an SM and spills only where it says."""
 
 import json
 import os
