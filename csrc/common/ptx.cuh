@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
+#include <stdio.h>
 
 namespace ptx {
 
@@ -65,6 +66,24 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t& barrier, uint32_t pa
     return done != 0;
 }
 
+#ifdef VIDEOATTN_BOUNDED_WAITS
+// Debug builds (-DVIDEOATTN_BOUNDED_WAITS=10000000): a barrier that never completes traps and says which it was.
+__device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, uint32_t parity, const char* name, int index = 0) {
+    for (long long tries = 0; !mbarrier_try_wait(barrier, parity); ++tries) {
+        if (tries == VIDEOATTN_BOUNDED_WAITS) {
+            printf("CTA %d thread %d: barrier %s[%d] never completed its phase of parity %u\n", blockIdx.x,
+                   threadIdx.x, name, index, parity);
+            __trap();
+        }
+    }
+}
+#else
+__device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, uint32_t parity, const char* = nullptr, int = 0) {
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+}
+#endif
+
 // Makes mbarrier.init visible to the cluster and to the engines that arrive on barriers; a CTA or cluster
 // synchronisation must follow.
 __device__ __forceinline__ void fence_mbarrier_init() {
@@ -85,6 +104,38 @@ __device__ __forceinline__ void tma_load_2d(uint32_t smem, const CUtensorMap& ma
             smem),
         "l"(&map), "r"(x), "r"(y), "r"(smem_address(&barrier))
         : "memory");
+}
+
+__device__ __forceinline__ void tma_load_5d(uint32_t smem, const CUtensorMap& map, int c0, int c1, int c2, int c3,
+                                            int c4, uint64_t& barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(smem),
+        "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(smem_address(&barrier))
+        : "memory");
+}
+
+// Elements outside the tensor are not written. Tracked by this thread's bulk groups.
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap& map, int c0, int c1, int c2, int c3, int c4,
+                                             uint32_t smem) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(
+                     &map),
+                 "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(smem)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Shared memory of this thread's stores may be overwritten.
+__device__ __forceinline__ void bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// This thread's stores are complete.
+__device__ __forceinline__ void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // ---------------------------------------------------------------- tcgen05: tensor memory
@@ -179,6 +230,14 @@ __device__ __forceinline__ void tcgen05_st_x16(TmemAddress address, const float 
         "tcgen05.st.sync.aligned.32x32b.x16.b32 [%0], "
         "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16};" ::"r"(address),
         PTX_FLOAT_IN16(v, 0)
+        : "memory");
+}
+
+__device__ __forceinline__ void tcgen05_st_x16(TmemAddress address, const uint32_t (&v)[16]) {
+    asm volatile(
+        "tcgen05.st.sync.aligned.32x32b.x16.b32 [%0], "
+        "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16};" ::"r"(address),
+        PTX_IN16(v, 0)
         : "memory");
 }
 

@@ -25,14 +25,12 @@ constexpr uint32_t kMmaPv =
 
 // The wait of a whole warp: whatever warp-collective instruction follows finds the warp converged.
 __device__ __forceinline__ void wait_warp(uint64_t& barrier, uint32_t parity) {
-    while (!ptx::mbarrier_try_wait(barrier, parity)) {
-    }
+    ptx::mbarrier_wait(barrier, parity);
     __syncwarp();
 }
 
 __device__ __forceinline__ void wait_thread(uint64_t& barrier, uint32_t parity) {
-    while (!ptx::mbarrier_try_wait(barrier, parity)) {
-    }
+    ptx::mbarrier_wait(barrier, parity);
 }
 
 // One arrival for the warp, after all its lanes. What the lanes did in tensor memory must have been waited for.
