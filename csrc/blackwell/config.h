@@ -13,7 +13,7 @@ constexpr int kThreads = 512;
 constexpr int kMaxSmemBytes = 232448;
 
 // Launch-time registers x threads = 64K cover these, a warpgroup each (softmax: two).
-constexpr int kSoftmaxRegisters = 192, kCorrectionRegisters = 80, kOtherRegisters = 48;
+constexpr int kSoftmaxRegisters = 184, kCorrectionRegisters = 88, kOtherRegisters = 56;
 static_assert(2 * kSoftmaxRegisters + kCorrectionRegisters + kOtherRegisters <= 512);
 
 template <int kHeadDim_, int kSlots_>
