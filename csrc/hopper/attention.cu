@@ -4,11 +4,12 @@
 // warpgroups 1 .. kConsumers each own 64 query rows of the tile. Key tiles run from the last to the first, so that
 // the partial one comes while there is nothing to overlap with.
 //
-// One consumer's time-line over key tiles 0 .. n-1 (in the order processed); the tensor core works on the upper line
-// while the warpgroup runs the lower one, and the consumers take turns at issuing:
+// One consumer's time-line; the tensor core works on the upper line while the warpgroup runs the lower one, and the
+// consumers take turns at issuing. Tiles follow one another without a gap: the next tile's first scores are issued
+// together with the last P V of this one, and its epilogue runs where another block would rescale O.
 //
-//   wgmma   S0 | S1, O += P0 V0 | S2, O += P1 V1 | ...             | O += Pn-1 Vn-1
-//   thread     | softmax(S0)    | softmax(S1)    | ... softmax(Sn-1) |              | epilogue
+//   wgmma   S0 | S1, O += P0 V0 | ... | S0', O += Pn-1 Vn-1 |            | S1', O' = P0' V0' | ...
+//   thread     | softmax(S0)    | ... | softmax(Sn-1)       softmax(S0') | store O           | softmax(S1')
 //
 // Barriers (arrivals): q_full[g] 1 (the loader) + bytes; q_empty[g] 4 (a lane of each warp of consumer g);
 // k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
@@ -84,15 +85,17 @@ struct Ring {
 
 // ---- producer ----
 
+// Keys of a step come before the values of the step before it: the order in which the consumers need them.
 template <typename C>
 __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q_map, const CUtensorMap& k_map,
                                      const CUtensorMap& v_map, const Args& args) {
     Ring<C> keys, values;
     uint32_t q_phase = 0;
-    const auto load_values = [&](const Tile& tile, int block) {
+    int value_row = -1, value_head = 0, value_batch = 0;
+    const auto load_values = [&] {
         barrier_wait(smem.v_empty(values.stage), values.phase ^ 1);
         barrier_expect_bytes(smem.v_full(values.stage), C::kKvBytes);
-        tma_load(smem.v(values.stage), &v_map, smem.v_full(values.stage), block * C::kTileN, tile.head, tile.batch);
+        tma_load(smem.v(values.stage), &v_map, smem.v_full(values.stage), value_row, value_head, value_batch);
         values.advance();
     };
     for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
@@ -110,12 +113,14 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
                              tile.batch);
                 }
                 q_phase ^= 1;
-            } else {
-                load_values(tile, block + 1);
             }
+            if (value_row >= 0) load_values();
+            value_row = block * C::kTileN;
+            value_head = tile.head;
+            value_batch = tile.batch;
         }
-        if (tile.blocks > 0) load_values(tile, 0);
     }
+    if (value_row >= 0) load_values();
 }
 
 // Follows every value tile of a launch with key lengths, so that it can never mistake one phase for another.
@@ -201,6 +206,7 @@ struct Consumer {
 
     __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
         const uint64_t k = descriptor(smem.k(keys.stage), 16);
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kQSteps; ++step) {
             const uint32_t k_step = (step / 4) * (C::kTileN * 128) + (step % 4) * 32;
@@ -215,11 +221,12 @@ struct Consumer {
         wgmma_commit();
     }
 
-    __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4], bool accumulate) {
+    __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4], int accumulate) {
         const uint64_t v = descriptor(smem.v(values.stage), C::kTileN * 128);
+        wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kPSteps; ++step)
-            Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 || accumulate);
+            Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 ? 1 : accumulate);
         wgmma_commit();
     }
 
@@ -231,64 +238,110 @@ struct Consumer {
         }
     }
 
-    // O of the tile's 64 rows, not yet divided by the row sums.
-    __device__ __forceinline__ void attend(const Args& args, const Tile& tile, float (&o)[kOutputs], Scores& softmax) {
-        float s[kScores];
+    // Every tile of this CTA, one key block a step.
+    __device__ __forceinline__ void run(const CUtensorMap& o_map, const Args& args) {
+        float s[kScores], o[kOutputs], factor[2];
         uint32_t p[kPSteps][4];
-        float factor[2];
+        int index = blockIdx.x;
+        Tile tile;
+        if (!next_tile(o_map, args, index, tile)) return;
+        int left = tile.blocks;  // scores of this tile still to be issued
         bool clear = needs_clearing<C>(args, tile);
+        int accumulate = 0;
 
         take_queries();
         barrier_wait(smem.k_full(keys.stage), keys.phase);
         take_turn();
         pin(s);
-        wgmma_fence();
         issue_scores(s);
         pass_turn();
         wgmma_wait<0>();
         pin(s);
-        release(smem.k_empty(keys.stage));
-        keys.advance();
+        finish_scores(--left == 0);
+        Scores softmax(args.scale_log2);
         if (tile.length % C::kTileN != 0) Scores::mask(s, tile.length % C::kTileN);
         softmax.update_max(s, factor);
         softmax.exponentiate(s);
         Scores::template pack_fragments<Element>(s, p);
 
-        for (int block = 1; block < tile.blocks; ++block) {
+        while (true) {
+            const Tile done = tile;
+            const bool crossing = left == 0;
+            if (crossing) {
+                if (!next_tile(o_map, args, index, tile)) break;
+                left = tile.blocks;
+                take_queries();
+            }
             barrier_wait(smem.k_full(keys.stage), keys.phase);
             take_turn();
             pin(s);
             pin(o);
-            wgmma_fence();
             issue_scores(s);
             wait_values(clear);
-            clear = false;
-            issue_output(o, p, block > 1);
+            issue_output(o, p, accumulate);
             pass_turn();
             wgmma_wait<1>();
             pin(s);
-            release(smem.k_empty(keys.stage));
-            keys.advance();
-            const bool rescale = softmax.update_max(s, factor);
-            softmax.exponentiate(s);
-            wgmma_wait<0>();
-            pin(o);
-            release(smem.v_empty(values.stage));
-            values.advance();
-            Scores::template pack_fragments<Element>(s, p);
-            if (rescale) {
+            finish_scores(--left == 0);
+            clear = false;
+            accumulate = 1;
+            if (crossing) {
+                const Scores old = softmax;
+                softmax = Scores(args.scale_log2);
+                if (tile.length % C::kTileN != 0) Scores::mask(s, tile.length % C::kTileN);
+                softmax.update_max(s, factor);
+                softmax.exponentiate(s);
+                wgmma_wait<0>();
+                pin(o);
+                finish_output();
+                Scores::template pack_fragments<Element>(s, p);
+                store(o_map, args, done, o, old);
+                clear = needs_clearing<C>(args, tile);
+                accumulate = 0;
+            } else {
+                const bool rescale = softmax.update_max(s, factor);
+                softmax.exponentiate(s);
+                wgmma_wait<0>();
+                pin(o);
+                finish_output();
+                Scores::template pack_fragments<Element>(s, p);
+                if (rescale) {
 #pragma unroll
-                for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+                    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+                }
             }
         }
-        if constexpr (!C::kQInRegisters) release(smem.q_empty(group));
 
         wait_values(clear);
         pin(o);
-        wgmma_fence();
-        issue_output(o, p, tile.blocks > 1);
+        issue_output(o, p, accumulate);
         wgmma_wait<0>();
         pin(o);
+        finish_output();
+        store(o_map, args, tile, o, softmax);
+    }
+
+    // The next tile that has keys; the ones without get their zeros here.
+    __device__ __forceinline__ bool next_tile(const CUtensorMap& o_map, const Args& args, int& index, Tile& tile) {
+        for (; index < args.tiles; index += gridDim.x) {
+            const Tile found = locate<C>(args, index);
+            if (found.blocks > 0) {
+                tile = found;
+                index += gridDim.x;
+                return true;
+            }
+            store_empty(o_map, args, found);
+        }
+        return false;
+    }
+
+    __device__ __forceinline__ void finish_scores(bool last) {
+        release(smem.k_empty(keys.stage));
+        keys.advance();
+        if (!C::kQInRegisters && last) release(smem.q_empty(group));
+    }
+
+    __device__ __forceinline__ void finish_output() {
         release(smem.v_empty(values.stage));
         values.advance();
     }
@@ -300,16 +353,10 @@ struct Consumer {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float sum = quad_sum(softmax.row_sum[row]);
-            inverse[row] = sum == 0.0f ? 0.0f : 1.0f / sum;
-            const int position = tile.row + group * kGroupRows + 16 * warp + lane / 4 + 8 * row;
-            if (args.lse != nullptr && lane % 4 == 0 && position < args.q_len) {
-                const int64_t head = static_cast<int64_t>(tile.batch) * args.heads + tile.head;
-                args.lse[head * args.q_len + position] =
-                    sum == 0.0f ? -INFINITY : softmax.row_max[row] * args.scale + logf(sum);
-            }
+            inverse[row] = 1.0f / sum;
+            write_lse(args, tile, row, softmax.row_max[row] * args.scale + logf(sum));
         }
-        if (thread == 0) tma_store_wait_read();
-        named_sync(1 + group, 128);
+        open_output();
 #pragma unroll
         for (int step = 0; step < kQSteps; ++step) {
             uint32_t r[4];
@@ -318,10 +365,36 @@ struct Consumer {
                 r[i] = pack<Element>(o[8 * step + 2 * i] * inverse[i % 2], o[8 * step + 2 * i + 1] * inverse[i % 2]);
             store_matrix(fragment_address(smem.o(group), warp, lane, step), r[0], r[1], r[2], r[3]);
         }
+        send_output(o_map, args, tile);
+    }
+
+    __device__ __forceinline__ void store_empty(const CUtensorMap& o_map, const Args& args, const Tile& tile) {
+        for (int row = 0; row < 2; ++row) write_lse(args, tile, row, -INFINITY);
+        open_output();
+        for (int piece = threadIdx.x % 128; piece < C::kGroupBytes / 16; piece += 128)
+            store_zero16(smem.o(group) + 16 * piece);
+        send_output(o_map, args, tile);
+    }
+
+    __device__ __forceinline__ void write_lse(const Args& args, const Tile& tile, int row, float value) {
+        const int lane = threadIdx.x % 32;
+        const int position = tile.row + group * kGroupRows + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * row;
+        if (args.lse == nullptr || lane % 4 != 0 || position >= args.q_len) return;
+        const int64_t head = static_cast<int64_t>(tile.batch) * args.heads + tile.head;
+        args.lse[head * args.q_len + position] = value;
+    }
+
+    // The staging buffer is free once the copy engine has read the tile before.
+    __device__ __forceinline__ void open_output() {
+        if (threadIdx.x % 128 == 0) tma_store_wait_read();
+        named_sync(1 + group, 128);
+    }
+
+    __device__ __forceinline__ void send_output(const CUtensorMap& o_map, const Args& args, const Tile& tile) {
         async_proxy_fence();
         named_sync(1 + group, 128);
         const int row = tile.row + group * kGroupRows;
-        if (thread == 0 && row < args.q_len) tma_store(&o_map, smem.o(group), row, tile.head, tile.batch);
+        if (threadIdx.x % 128 == 0 && row < args.q_len) tma_store(&o_map, smem.o(group), row, tile.head, tile.batch);
     }
 };
 
@@ -365,15 +438,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         registers_grow<C::kConsumerRegisters>();
         Consumer<C, Element> consumer(smem, warpgroup - 1);
         if (consumer.group == C::kConsumers - 1) consumer.pass_turn();
-        for (int index = blockIdx.x; index < args.tiles; index += gridDim.x) {
-            const Tile tile = locate<C>(args, index);
-            typename Consumer<C, Element>::Scores softmax(args.scale_log2);
-            float o[C::kHeadDim / 2];
-#pragma unroll
-            for (int i = 0; i < C::kHeadDim / 2; ++i) o[i] = 0.0f;
-            if (tile.blocks > 0) consumer.attend(args, tile, o, softmax);
-            consumer.store(o_map, args, tile, o, softmax);
-        }
+        consumer.run(o_map, args);
         if (threadIdx.x % 128 == 0) tma_store_wait();
         // The turn that nobody takes any more, so that no named barrier is left half arrived.
         if (consumer.group == 0) consumer.take_turn();

@@ -40,7 +40,7 @@ struct Config {
     static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
 };
 
-using Config128 = Config<128, 2, 128, 2, true>;
+using Config128 = Config<128, 2, 128, 2, false>;
 using Config64 = Config<64, 3, 128, 2, false>;
 
 // The kernel's last parameter.

@@ -91,8 +91,8 @@ def test_small(q_len, kv_len, head_dim, dtype):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_tail(head_dim):
-    lengths = [1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 96, 127, 128, 129, 175, 176, 177, 191, 192, 193, 255, 256,
-               257, 351, 352, 353, 383, 384, 385, 511, 512, 513, 600]  # fmt: skip
+    edges = [n + d for n in (16, 64, 128, 176, 192, 256, 352, 384, 512) for d in (-1, 0, 1)]
+    lengths = [1, 2, 7, 8, 9, *edges, 96, 600]
     for i, q_len in enumerate(lengths):
         check(*inputs(1, 2, q_len, lengths[-1 - i], head_dim, DTYPES[i % 2], seed=i))
     for i, kv_len in enumerate(range(1, 600, 13)):
@@ -177,7 +177,8 @@ def test_no_lse():
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 4, 4096, 4096, 128), (2, 4, 6144, 1024, 64), (1, 8, 5525, 5525, 128), (1, 8, 259, 12288, 64)]
+    "shape",
+    [(1, 4, 4096, 4096, 128), (2, 4, 6144, 1024, 64), (1, 8, 5525, 5525, 128), (1, 8, 259, 12288, 64)],
 )
 def test_video_shapes(shape):
     check(*inputs(*shape, torch.bfloat16))

@@ -48,8 +48,8 @@ def compare(
 ) -> Errors:
     """Errors of `out` (BSHD) and `lse` against attention in fp32.
 
-    Limits are FA4's rule: twice the error of attention with P rounded to the input dtype and the rest in fp32, plus
-    twice the rounding of the reference around 0.3; relative L2 and LSE have fixed limits.
+    Limits are FA4's rule: twice the error of attention with P rounded to the input dtype and the rest in
+    fp32, plus twice the rounding of the reference around 0.3; relative L2 and LSE have fixed limits.
     """
     max_abs = pt_error = atol = lse_error = 0.0
     difference = norm = 0.0

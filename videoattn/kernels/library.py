@@ -32,7 +32,13 @@ PREBUILT = Path(__file__).with_name("prebuilt") / NAME
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 ARCHS = {"hopper": ("90a",), "blackwell": ("100a", "103a")}
 FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
-LINK_FLAGS = ("-shared", "-cudart", "static", "-Xcompiler=-static-libstdc++,-static-libgcc")
+LINK_FLAGS = (
+    "-shared",
+    "-cudart",
+    "static",
+    "-Xcompiler=-static-libstdc++,-static-libgcc",
+    "-Xlinker=--exclude-libs=ALL",
+)
 
 
 class BuildError(RuntimeError):
@@ -96,7 +102,7 @@ def source_files(sources: Path = SOURCES) -> list[Path]:
     """The files that make up the library, sorted: the interface, `common` and the kernel families."""
     folders = [sources / "common", *(sources / family for family in ARCHS)]
     files = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    files += [path for path in sources.glob("api.*")]
+    files += list(sources.glob("api.*"))
     return sorted(path for path in files if path.suffix in {".h", ".cuh", ".cpp", ".cu"})
 
 
@@ -183,8 +189,8 @@ def _nvcc(compiler: Compiler, arguments: list[str]) -> None:
 def locate() -> Path:
     """The library shipped in the package if there is one, else the built one.
 
-    `$VIDEOATTN_NVCC_FLAGS` adds flags and always builds, for instance `-DVIDEOATTN_BOUNDED_WAITS=1000000`, with
-    which a barrier that never completes traps and names itself. Raises BuildError.
+    `$VIDEOATTN_NVCC_FLAGS` adds flags and always builds, for instance `-DVIDEOATTN_BOUNDED_WAITS=1000000`,
+    with which a barrier that never completes traps and names itself. Raises BuildError.
     """
     extra = tuple(shlex.split(os.environ.get("VIDEOATTN_NVCC_FLAGS", "")))
     return build(extra_flags=extra) if extra or not PREBUILT.is_file() else PREBUILT

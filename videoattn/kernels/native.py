@@ -19,7 +19,7 @@ MAX_LENGTH = 2**31 - 512
 
 
 def refusal(call: AttentionCall, capabilities: Collection[tuple[int, int]]) -> str | None:
-    """None, or why the library's kernel for `capabilities` can't serve the call; builds the library if needed."""
+    """None, or why the library's kernel can't serve the call; builds the library if needed."""
     if call.capability is None:
         return f"it needs an NVIDIA GPU, the tensors are on {call.device}"
     if call.capability not in capabilities:
@@ -42,9 +42,7 @@ def tma_can_take(x: torch.Tensor) -> bool:
     return (
         x.stride(3) == 1
         and x.data_ptr() % 16 == 0
-        and all(
-            x.size(i) == 1 or (x.stride(i) > 0 and x.stride(i) * element % 16 == 0) for i in (0, 1, 2)
-        )
+        and all(x.size(i) == 1 or (x.stride(i) > 0 and x.stride(i) * element % 16 == 0) for i in (0, 1, 2))
     )
 
 

@@ -1,11 +1,12 @@
 """The self-check: a kernel runs small problems against fp32 in a child process before `auto` trusts it.
 
-A hang or an illegal access costs the child, not the caller's process. A verdict belongs to one GPU model, driver
-and build, is kept in the cache, and is only read, never made, inside an attention call.
+A hang or an illegal access costs the child, not the caller's process. A verdict belongs to one GPU model,
+driver and build, is kept in the cache, and is only read, never made, inside an attention call.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -22,54 +23,69 @@ import torch
 from videoattn.kernels import library
 
 TIMEOUT_S = 120.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a verdict is about: a kernel's build on a GPU model under a driver."""
+
+    kernel: str
+    gpu: str
+    driver: str
+    build: str
+
+    @classmethod
+    def here(cls, kernel: str, device: int) -> Subject:
+        """The loaded library's kernel on CUDA device `device`.  Raises BuildError."""
+        return cls(kernel, torch.cuda.get_device_name(device), driver_version(), library.build_id())
+
+    @property
+    def path(self) -> Path:
+        """Where its verdict is kept."""
+        gpu = re.sub(r"\W+", "-", self.gpu)
+        return library.cache_root() / "verdicts" / f"{self.kernel}.{gpu}.{self.driver}.{self.build}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The outcome of one self-check; `detail` is one line for people."""
 
-    kernel: str
     passed: bool
     detail: str
-    gpu: str
-    driver: str
-    build: str
 
 
-@lru_cache(maxsize=8)
-def _driver_version() -> str:
-    """The NVIDIA kernel driver's version; the CUDA version it serves where the kernel does not tell."""
+@lru_cache(maxsize=1)
+def driver_version() -> str:
+    """The NVIDIA kernel driver's version, `unknown` where the kernel does not tell."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
-        text = ""
-    match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
-    return match[1] if match else "unknown"
+        return "unknown"
+    match = re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)
+    return match[0] if match else "unknown"
 
 
-def _verdict_path(kernel: str, device: int) -> Path:
-    gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name(device))
-    return library.cache_root() / "verdicts" / f"{kernel}.{gpu}.{_driver_version()}.{library.build_id()}.json"
+def recall(subject: Subject) -> Verdict | None:
+    """The remembered verdict, None if there is none that can be read."""
+    try:
+        return Verdict(**json.loads(subject.path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
-_known: dict[tuple[str, int], Verdict] = {}
-
-
-def recall(kernel: str, device: int) -> Verdict | None:
-    """The remembered verdict for this GPU, driver and build, or None. Raises BuildError without a library."""
-    key = (kernel, device)
-    if key not in _known:
-        try:
-            _known[key] = Verdict(**json.loads(_verdict_path(kernel, device).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-    return _known[key]
+def remember(subject: Subject, verdict: Verdict) -> None:
+    """Keep the verdict for later processes."""
+    subject.path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=subject.path.parent, delete=False) as handle:
+        json.dump(asdict(verdict), handle)
+    os.replace(handle.name, subject.path)
 
 
 def untrusted(kernel: str) -> str | None:
-    """None if the kernel has passed its self-check on the current device, else the reason it isn't trusted."""
+    """None if the kernel passed its self-check on the current device, else why it isn't trusted."""
     try:
-        verdict = recall(kernel, torch.cuda.current_device())
+        verdict = recall(Subject.here(kernel, torch.cuda.current_device()))
     except library.BuildError as error:
         return str(error)
     if verdict is None:
@@ -78,49 +94,43 @@ def untrusted(kernel: str) -> str | None:
 
 
 def verify(kernel: str, device: int = 0, timeout_s: float = TIMEOUT_S) -> Verdict:
-    """Run the self-check in a child process and remember its verdict.
+    """Run the kernel's self-check on CUDA device `device` in a child process and remember its verdict.
 
     A crash or a time-out is a failed check. Raises BuildError if the library can't be built or loaded.
     """
-    build = library.build_id()
-    command = [sys.executable, "-m", "videoattn.kernels.verify", kernel, str(device)]
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": path}
-        )
-    except subprocess.TimeoutExpired:
-        passed, detail = False, f"no answer within {timeout_s:.0f} s"
-    else:
-        passed, detail = _read(done)
-    gpu = torch.cuda.get_device_name(device)
-    verdict = Verdict(kernel, passed, detail, gpu, _driver_version(), build)
-    _remember(verdict, _verdict_path(kernel, device))
-    _known[kernel, device] = verdict
+    subject = Subject.here(kernel, device)
+    verdict = run_child(f"videoattn.kernels.{kernel}", f"cuda:{device}", timeout_s)
+    remember(subject, verdict)
     return verdict
 
 
 def ensure(kernel: str, device: int = 0) -> Verdict:
     """The remembered verdict, or a fresh one.  Raises BuildError."""
-    return recall(kernel, device) or verify(kernel, device)
+    return recall(Subject.here(kernel, device)) or verify(kernel, device)
 
 
-def _read(done: subprocess.CompletedProcess[str]) -> tuple[bool, str]:
-    """The child's last line of output is its answer; a child without one has crashed."""
+def run_child(module: str, device: str, timeout_s: float) -> Verdict:
+    """Check the kernel module in a child process that may hang or die."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "videoattn.kernels.verify", module, device],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        return Verdict(False, f"no answer within {timeout_s:g} s")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
-        return bool(answer["passed"]) and done.returncode == 0, str(answer["detail"])
-    except (IndexError, ValueError, KeyError):
+        return Verdict(bool(answer["passed"]) and done.returncode == 0, str(answer["detail"]))
+    except (IndexError, ValueError, KeyError, TypeError):
         words = done.stderr.strip().splitlines()
-        return False, f"the check ended with status {done.returncode}" + (f": {words[-1]}" if words else "")
-
-
-def _remember(verdict: Verdict, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as handle:
-        json.dump(asdict(verdict), handle)
-    os.replace(handle.name, path)
+        return Verdict(
+            False, f"the check ended with status {done.returncode}" + (f": {words[-1]}" if words else "")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +149,7 @@ class Problem:
 
     def inputs(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """q, k, v and the key lengths, from a fixed seed."""
-        generator = torch.Generator(device="cpu").manual_seed(self.q_len * 7919 + self.kv_len)
+        generator = torch.Generator().manual_seed(self.q_len * 7919 + self.kv_len)
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(self.dtype).to(device)
@@ -162,7 +172,7 @@ class Problem:
 
 
 def problems() -> Iterator[Problem]:
-    """Every code path of a kernel once: head dims, dtypes, tails, short and long, lengths, views, outliers."""
+    """Every code path once: head dims, dtypes, tails, short and long, lengths, views, outliers."""
     for dtype in (torch.bfloat16, torch.float16):
         for head_dim in (128, 64):
             yield Problem(1, 2, 300, 517, head_dim, dtype)
@@ -173,32 +183,31 @@ def problems() -> Iterator[Problem]:
             yield Problem(1, 40, 1500, 300, head_dim, dtype, outliers=True)
 
 
-def check(kernel: str, device: str) -> str | None:
-    """None if every problem keeps the accuracy rule and repeats bitwise, else the first that does not."""
-    from videoattn import kernels
+def check(module: str, device: str) -> str | None:
+    """None if every problem keeps the accuracy rule and repeats bitwise, else the first failure."""
     from videoattn.kernels.accuracy import compare
 
-    module = kernels.get(kernel)
+    kernel = importlib.import_module(module)
     for problem in problems():
         q, k, v, lengths = problem.inputs(device)
         scale = problem.head_dim**-0.5
-        results = [
-            module.run(q, k, v, scale=scale, kv_lengths=lengths, mask=None, return_lse=True) for _ in range(2)
-        ]
-        out, lse = results[0]
+        (out, lse), (out_again, lse_again) = (
+            kernel.run(q, k, v, scale=scale, kv_lengths=lengths, mask=None, return_lse=True) for _ in range(2)
+        )
         errors = compare(out, lse, q, k, v, scale=scale, kv_lengths=lengths)
         if not errors.passed:
             return f"{problem}: {errors}"
-        if not all(torch.equal(a, b) for a, b in zip(*results, strict=True) if a is not None and b is not None):
+        if not (torch.equal(out, out_again) and torch.equal(lse, lse_again)):
             return f"{problem}: two runs differ"
     return None
 
 
 def main(arguments: list[str]) -> int:
-    """Child side: check the kernel on the device and print one line of JSON."""
-    kernel, device = arguments[0], int(arguments[1])
-    torch.cuda.set_device(device)
-    failure = check(kernel, f"cuda:{device}")
+    """The child's side: check a kernel module on a device and print one line of JSON."""
+    module, device = arguments
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    failure = check(module, device)
     count = sum(1 for _ in problems())
     print(json.dumps({"passed": failure is None, "detail": failure or f"{count} problems agree with fp32"}))
     return 0 if failure is None else 1
