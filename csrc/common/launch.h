@@ -16,6 +16,7 @@ struct KernelList {
 };
 
 KernelList hopper_kernels();
+KernelList blackwell_kernels();
 
 struct DeviceFacts {
     int arch;  // compute capability without its dot

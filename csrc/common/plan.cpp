@@ -115,6 +115,7 @@ extern "C" int videoattn_plan(const VideoattnCall* call, VideoattnPlan* plan, ch
     const int status = check_call(*call, message);
     if (status != VIDEOATTN_OK) return status;
     if (call->arch == 90) return plan_hopper(*call, plan, message);
+    if (call->arch == 100 || call->arch == 103) return plan_blackwell(*call, plan, message);
     return message.fail(VIDEOATTN_UNSUPPORTED, "no kernel for compute capability %d.%d", call->arch / 10,
                         call->arch % 10);
 }

@@ -51,5 +51,6 @@ void add_args(VideoattnPlan* plan, const Args& args) {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int plan_hopper(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
+int plan_blackwell(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
 
 }  // namespace videoattn
