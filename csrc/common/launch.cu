@@ -60,7 +60,7 @@ struct LoadedKernel {
 };
 
 LoadedKernel find_kernel(const char* name) {
-    const KernelList lists[] = {hopper_kernels(), merge_kernels()};
+    const KernelList lists[] = {hopper_kernels(), blackwell_kernels(), merge_kernels()};
     int slot = 0;
     for (const KernelList& list : lists)
         for (int i = 0; i < list.count; ++i, ++slot)

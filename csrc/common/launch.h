@@ -18,6 +18,7 @@ struct KernelList {
 #define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
 
 KernelList hopper_kernels();
+KernelList blackwell_kernels();
 KernelList merge_kernels();
 
 struct DeviceFacts {

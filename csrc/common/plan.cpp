@@ -182,6 +182,7 @@ extern "C" int videoattn_plan(const VideoattnCall* call, VideoattnPlan* plan, ch
     const int status = videoattn::prepare(call, plan, message);
     if (status != VIDEOATTN_OK) return status;
     if (call->arch == 90) return videoattn::plan_hopper(*call, plan, message);
+    if (call->arch == 100 || call->arch == 103) return videoattn::plan_blackwell(*call, plan, message);
     return message.fail(VIDEOATTN_UNSUPPORTED, "no kernel for compute capability %d.%d", call->arch / 10,
                         call->arch % 10);
 }
