@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 
 from videoattn.render import clip as clips
-from videoattn.render import metadata, models, recipes, sources
-from videoattn.render.errors import RenderError, UsageError
+from videoattn.render import metadata, models, recipes
+from videoattn.render.checks import Prepared, check, check_places, expected_bytes
+from videoattn.render.errors import RenderError
 from videoattn.render.files import StagedFiles, require_space, unused_name
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
 from videoattn.render.prompts import PromptCache
-from videoattn.render.settings import is_guided, perturbs, resolve
+from videoattn.render.settings import is_guided, perturbs
 
 LOAD_FIELDS = (
     "model",
@@ -59,17 +58,6 @@ class RenderResult:
 
 
 @dataclass(slots=True)
-class Prepared:
-    """A checked, resolved job with the source and abilities of its model."""
-
-    job: RenderJob
-    source: sources.Source
-    info: sources.ModelInfo
-    image: Image.Image | None
-    image_sha256: str | None
-
-
-@dataclass(slots=True)
 class _Ready:
     key: tuple[Any, ...]
     loaded: models.Loaded
@@ -81,8 +69,8 @@ class _Ready:
 class Renderer:
     """Renders jobs one after another and keeps the latest model loaded between them.
 
-    `device` is a torch device's name, by default the first CUDA device or the CPU. `warn` receives one line for
-    whatever a user should know and that is no error.
+    `device` is a torch device's name, by default the first CUDA device or the CPU. `warn` receives one line
+    for whatever a user should know and that is no error.
     """
 
     def __init__(
@@ -98,29 +86,21 @@ class Renderer:
         self._ready: _Ready | None = None
 
     def check(self, job: RenderJob) -> Prepared:
-        """Everything that can be known before weights are loaded.
+        """`checks.check` with this renderer's settings, dtype made explicit."""
+        return self._with_dtype(check(job, local_files_only=self.local_files_only, warn=self._warn))
 
-        Raises UsageError for a model, size, image or setting that cannot work.
-        """
-        source = sources.find(job, local_files_only=self.local_files_only)
-        info = sources.describe(source)
-        resolved = resolve(
-            job,
-            info,
-            dtype=models.pick_dtype(job.dtype, self.device),
-            defaults=_demo_defaults() if job.model == "demo" else None,
-        )
-        if job.model == "demo":
-            self._warn_unknown_words(resolved)
-        image, digest = _open_image(resolved.image) if resolved.image else (None, None)
-        return Prepared(resolved, source, info, image, digest)
+    def _with_dtype(self, prepared: Prepared) -> Prepared:
+        dtype = models.pick_dtype(prepared.job.dtype, self.device)
+        return replace(prepared, job=prepared.job.model_copy(update={"dtype": dtype}))
 
     def prepare(self, jobs: Iterable[Prepared], progress: Listener | None = None) -> None:
         """Load the first job's model and encode the prompts of all jobs that share it."""
-        jobs = list(jobs)
+        jobs = [self._with_dtype(each) for each in jobs]
         if jobs:
             ready = self._load(jobs[0], progress or Silent())
-            self._encode(ready, [each.job for each in jobs if _key(each.job) == ready.key], progress or Silent())
+            self._encode(
+                ready, [each.job for each in jobs if _key(each.job) == ready.key], progress or Silent()
+            )
 
     def render(
         self,
@@ -135,31 +115,31 @@ class Renderer:
     ) -> RenderResult:
         """Render one job into an mp4, with a poster, a preview and a timing log where asked.
 
-        All files appear together at the end, or none does. Raises UsageError or RenderError, one line each, and
-        whatever `progress` raises.
+        All files appear together at the end, or none does. Raises UsageError or RenderError, one line
+        each, and whatever `progress` raises.
         """
         listener = progress or Silent()
-        prepared = self.check(job) if isinstance(job, RenderJob) else job
+        prepared = self.check(job) if isinstance(job, RenderJob) else self._with_dtype(job)
         job = prepared.job
-        assert job.width and job.height and job.num_frames and job.frame_rate
+        assert job.width is not None
+        assert job.height is not None
+        assert job.num_frames is not None
         output = output or unused_name(job.prompt, job.seed)
-        if output.suffix.lower() not in {".mp4", ".m4v", ".mov"}:
-            raise UsageError(f"cannot write {output}: a clip's name ends in .mp4")
-        if preview is not None:
-            clips.preview_format(preview)
-        places = [place.resolve() for place in (output, poster, preview, timing) if place is not None]
-        if len(set(places)) < len(places):
-            raise UsageError("two outputs have the same name: the clip, poster, preview and log need one each")
+        check_places(output, poster=poster, preview=preview, timing=timing)
 
         with StagedFiles() as files, _device_memory(lambda: clock.stage):
             clock = _Clock(listener)
-            staged = {place: files.stage(place) for place in (poster, preview, timing, output) if place is not None}
-            require_space(output, clips.expected_bytes(job.width, job.height, job.num_frames))
+            staged = {
+                place: files.stage(place) for place in (poster, preview, timing, output) if place is not None
+            }
+            require_space(output, expected_bytes(job.width, job.height, job.num_frames))
             started = time.monotonic()
             ready = self._load(prepared, clock)
             load_seconds = time.monotonic() - started
             clock.restart()
-            with _recording(staged[timing] if timing else None, compare, bool(timing or compare)) as recording:
+            with _recording(
+                staged[timing] if timing else None, compare, bool(timing or compare)
+            ) as recording:
                 clock.record(recording, output.name, ready.handle)
                 self._encode(ready, [job], clock)
                 made_clip = _to_clip(self._run(ready, prepared, clock), job)
@@ -247,15 +227,6 @@ class Renderer:
         )
         return recipes.run(ready.loaded, inputs, recipes.Watch(clock.phase, clock.step))
 
-    def _warn_unknown_words(self, job: RenderJob) -> None:
-        from videoattn import demo
-
-        for text in (job.prompt, job.negative_prompt):
-            unknown = demo.unknown_words(text) if text else []
-            if unknown:
-                words = ", ".join(f"'{word}'" for word in unknown)
-                self._warn(f"the demo model does not know {words}; it knows {', '.join(demo.known_words())}")
-
 
 def render(
     job: RenderJob,
@@ -298,25 +269,6 @@ def _install(loaded: models.Loaded, job: RenderJob) -> Any:
         raise RenderError(str(error)) from None
 
 
-def _demo_defaults() -> dict[str, Any]:
-    from videoattn import demo
-
-    return dict(demo.DEFAULTS)
-
-
-def _open_image(place: str) -> tuple[Image.Image, str]:
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise UsageError(f"no such image: {path}")
-    try:
-        data = path.read_bytes()
-        with Image.open(path) as image:
-            image.load()
-            return image.convert("RGB"), hashlib.sha256(data).hexdigest()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        raise UsageError(f"{path} is no image that Pillow can read: give a PNG, JPEG or WebP file") from None
-
-
 def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:
     assert job.frame_rate is not None
     pixels = np.empty((made.frames.shape[0], *made.frames.shape[2:], 3), dtype=np.uint8)
@@ -340,8 +292,8 @@ def _device_memory(stage: Callable[[], str]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise RenderError(
-            f"out of GPU memory in stage {stage()}: try --offload model or group, --vae-tiling, a smaller size "
-            "or fewer frames"
+            f"out of GPU memory in stage {stage()}: try --offload model or group, --vae-tiling, a smaller "
+            "size or fewer frames"
         ) from None
 
 
