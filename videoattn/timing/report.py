@@ -114,7 +114,7 @@ def summarise(log: TimingLog, *, whole: TimingLog | None = None) -> Report:
         theirs, ours = _calls_by_group(whole.rows), _calls_by_group(log.rows)
         if theirs != ours:
             raise ValueError(
-                f"the whole-clip log is of another render: calls {_brief(theirs)}, here {_brief(ours)}"
+                f"the whole-clip log is of another render: it has {_brief(theirs)}, this one {_brief(ours)}"
             )
     render_ms = sum(stage.seconds - stage.shadow_seconds for stage in base.stages) * 1e3
     groups = _grouped(log.rows)
