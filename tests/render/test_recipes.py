@@ -31,9 +31,13 @@ class Log:
         )
 
 
+def checked(folder, **values):
+    return check(RenderJob.parse({"prompt": "a red ball", "model": str(folder), "dtype": "fp32", **values}))
+
+
 def run(folder, log=None, **values):
     """Render by the recipe; returns what was made, the loaded model and the batch sizes of its forwards."""
-    prepared = check(RenderJob.parse({"prompt": "a red ball", "model": str(folder), "dtype": "fp32", **values}))
+    prepared = checked(folder, **values)
     loaded = models.load(prepared.source, prepared.info, prepared.job, CPU)
     models.place(loaded)
     return (*render(loaded, prepared, log), loaded, prepared.job)
@@ -61,7 +65,8 @@ def render(loaded, prepared, log=None):
 
 def test_ltx_equals_the_pipeline_called_by_hand(ltx_folder):
     log = Log()
-    made, batches, loaded, job = run(ltx_folder, log, num_inference_steps=3, negative_prompt="blue", seed=4, **SIZE)
+    values = {"num_inference_steps": 3, "negative_prompt": "blue", "seed": 4}
+    made, batches, loaded, _ = run(ltx_folder, log, **values, **SIZE)
     frames = loaded.pipe(
         prompt="a red ball",
         negative_prompt="blue",
@@ -104,7 +109,7 @@ def test_ltx2_equals_the_pipeline_called_by_hand(folder, guided, request):
 
 def test_distilled_equals_the_two_stages_composed_by_hand(ltx2_folder):
     log = Log()
-    made, batches, loaded, job = run(ltx2_folder, log, recipe="distilled", seed=3, **TWO_STAGE)
+    made, batches, loaded, _ = run(ltx2_folder, log, recipe="distilled", seed=3, **TWO_STAGE)
     pipe = loaded.pipe
     pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(
         pipe.scheduler.config, use_dynamic_shifting=False, shift_terminal=None
@@ -142,7 +147,7 @@ def test_distilled_equals_the_two_stages_composed_by_hand(ltx2_folder):
 
 
 def test_a_scheduler_that_shifts_does_not_bend_the_distilled_sigmas(ltx2_folder):
-    prepared = check(RenderJob(prompt="x", model=str(ltx2_folder), recipe="distilled", dtype="fp32", **TWO_STAGE))
+    prepared = checked(ltx2_folder, recipe="distilled", **TWO_STAGE)
     loaded = models.load(prepared.source, prepared.info, prepared.job, CPU)
     loaded.pipe.scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, shift_terminal=0.1, base_shift=0.95, max_shift=2.05, shift=3.0
@@ -223,7 +228,7 @@ def poison(module, at_call=1, value=float("nan")):
     ],
 )
 def test_nan_and_inf_are_named_by_stage(ltx2_folder, part, at_call, value, message):
-    prepared = check(RenderJob(prompt="x", model=str(ltx2_folder), recipe="distilled", dtype="fp32", **TWO_STAGE))
+    prepared = checked(ltx2_folder, recipe="distilled", **TWO_STAGE)
     loaded = models.load(prepared.source, prepared.info, prepared.job, CPU)
     owner, _, inner = part.partition(".")
     module = loaded.upsampler if owner == "upsampler" else getattr(loaded.pipe, owner)
@@ -234,7 +239,7 @@ def test_nan_and_inf_are_named_by_stage(ltx2_folder, part, at_call, value, messa
 
 
 def test_nan_in_the_text_encoder_is_named(ltx_folder):
-    prepared = check(RenderJob(prompt="x", model=str(ltx_folder), dtype="fp32", num_inference_steps=1, **SIZE))
+    prepared = checked(ltx_folder, num_inference_steps=1, **SIZE)
     loaded = models.load(prepared.source, prepared.info, prepared.job, CPU)
     loaded.pipe.text_encoder.encoder.final_layer_norm.weight.data[0] = float("nan")
     with pytest.raises(NonFinite, match="NaN in stage encode_prompt"):
@@ -242,8 +247,7 @@ def test_nan_in_the_text_encoder_is_named(ltx_folder):
 
 
 def test_two_prompts_encoded_together_equal_each_alone(ltx2_folder):
-    job = RenderJob(prompt="a red ball", model=str(ltx2_folder), dtype="fp32", **SIZE)
-    prepared = check(job)
+    prepared = checked(ltx2_folder, **SIZE)
     loaded = models.load(prepared.source, prepared.info, prepared.job, CPU)
     together, alone = PromptCache(loaded, print), PromptCache(loaded, print)
     together.encode(["a red ball", "blue", ""])
@@ -254,7 +258,7 @@ def test_two_prompts_encoded_together_equal_each_alone(ltx2_folder):
 
 def test_a_prompt_longer_than_the_model_reads_is_announced(ltx_folder):
     said = []
-    prepared = check(RenderJob(prompt="a red ball " * 80, model=str(ltx_folder), dtype="fp32", **SIZE))
+    prepared = checked(ltx_folder, prompt="a red ball " * 80, **SIZE)
     loaded = models.load(prepared.source, prepared.info, prepared.job, CPU)
     PromptCache(loaded, said.append).encode([prepared.job.prompt])
     assert said == ["the prompt has 241 tokens, the model reads the first 128"]

@@ -17,14 +17,10 @@ def knobs(job: RenderJob) -> dict[str, float]:
 
 
 def test_every_field_that_a_pipeline_takes_is_explicit():
+    optional = {"revision", "components", "upsampler", "image", "spatio_temporal_guidance_blocks"}
     for info in (LTX, LTX20, LTX23):
         job = resolve(RenderJob(prompt="x"), info)
-        left = {
-            name
-            for name, value in job
-            if value is None
-            and name not in {"revision", "components", "upsampler", "image", "spatio_temporal_guidance_blocks"}
-        }
+        left = {name for name, value in job if value is None and name not in optional}
         assert not left
 
 

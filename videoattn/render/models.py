@@ -169,19 +169,17 @@ def _checkpoint_parts(
     for name, cls in classes.items():
         if not present[name]:
             continue
-        part = cls.from_single_file(
-            str(source.checkpoint),
-            config=source.hub_id or str(source.folder),
-            subfolder=name,
-            torch_dtype=torch.float32 if name in FP32_PARTS else dtype,
-            local_files_only=local_files_only,
-        )
-        empty = [key for key, tensor in part.state_dict().items() if tensor.is_meta]
-        if empty:
-            raise RenderError(
-                f"cannot load {source.checkpoint}: {len(empty)} tensors of the {name} are missing, "
-                f"the first is {empty[0]}"
+        try:
+            part = cls.from_single_file(
+                str(source.checkpoint),
+                config=source.hub_id or str(source.folder),
+                subfolder=name,
+                torch_dtype=torch.float32 if name in FP32_PARTS else dtype,
+                local_files_only=local_files_only,
             )
+        except NotImplementedError:
+            # What the file lacks has stayed on the meta device, from where nothing can be moved.
+            raise RenderError(f"cannot load {source.checkpoint}: it lacks tensors of the {name}") from None
         parts[name] = part
     return parts
 

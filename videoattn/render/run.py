@@ -15,13 +15,15 @@ import torch
 from videoattn.render import clip as clips
 from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
-from videoattn.render.errors import RenderError
+from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.files import StagedFiles, require_space, unused_name
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
 from videoattn.render.prompts import PromptCache
 from videoattn.render.settings import is_guided, perturbs
 
+LTX_KINDS = ("video_self", "video_text")
+VIDEO_KINDS = (*LTX_KINDS, "video_connector")
 LOAD_FIELDS = (
     "model",
     "revision",
@@ -61,9 +63,8 @@ class RenderResult:
 class _Ready:
     key: tuple[Any, ...]
     loaded: models.Loaded
-    handle: Any
     prompts: PromptCache
-    placed: bool = False
+    handle: Any = None
 
 
 class Renderer:
@@ -133,6 +134,7 @@ class Renderer:
                 place: files.stage(place) for place in (poster, preview, timing, output) if place is not None
             }
             require_space(output, expected_bytes(job.width, job.height, job.num_frames))
+            _require_kernels(prepared, self.device, compare)
             started = time.monotonic()
             ready = self._load(prepared, clock)
             load_seconds = time.monotonic() - started
@@ -140,7 +142,7 @@ class Renderer:
             with _recording(
                 staged[timing] if timing else None, compare, bool(timing or compare)
             ) as recording:
-                clock.record(recording, output.name, ready.handle)
+                clock.record(recording, output.name, ready)
                 self._encode(ready, [job], clock)
                 made_clip = _to_clip(self._run(ready, prepared, clock), job)
                 clock.phase("encode", job.num_frames)
@@ -199,23 +201,24 @@ class Renderer:
             self.device,
             local_files_only=self.local_files_only,
         )
-        ready = _Ready(key, loaded, _install(loaded, prepared.job), PromptCache(loaded, self._warn))
-        if prepared.job.compile:
-            models.compile_blocks(loaded, fullgraph=not perturbs(prepared.job))
+        self._ready = _Ready(key, loaded, PromptCache(loaded, self._warn))
         if not loaded.resident:
             models.place(loaded)
-            ready.placed = True
-        self._ready = ready
-        return ready
+        return self._ready
 
     def _encode(self, ready: _Ready, jobs: list[RenderJob], listener: Listener) -> None:
         texts = ready.prompts.needed(jobs)
         if texts:
             listener.phase("encode_prompt", len(texts))
             ready.prompts.encode(texts, listener.step)
-        if not ready.placed:
+        if ready.handle is not None:
+            return
+        # The other parts come to the device once the text encoder has left it, and kernels are chosen there.
+        if ready.loaded.resident:
             models.place(ready.loaded)
-            ready.placed = True
+        ready.handle = _install(ready.loaded, jobs[0])
+        if jobs[0].compile:
+            models.compile_blocks(ready.loaded, fullgraph=not perturbs(jobs[0]))
 
     def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock) -> recipes.Made:
         job = prepared.job
@@ -257,16 +260,43 @@ def _key(job: RenderJob) -> tuple[Any, ...]:
 
 
 def _install(loaded: models.Loaded, job: RenderJob) -> Any:
+    from videoattn import install
     from videoattn.dispatch import KernelUnavailable
 
-    try:
-        from videoattn import install
-    except ImportError:
-        return _TmpHandle()
     try:
         return install(loaded.pipe, kernels=job.kernels)
     except KernelUnavailable as error:
         raise RenderError(str(error)) from None
+
+
+def _require_kernels(prepared: Prepared, device: torch.device, compare: tuple[str, ...]) -> None:
+    """Raise RenderError before anything is loaded if a kernel asked for by name cannot run here at all."""
+    from videoattn.dispatch import KINDS, AttentionCall, KernelUnavailable, choose, device_capability
+
+    info, asked = prepared.info, prepared.job.kernels
+    kinds = LTX_KINDS if info.family == "ltx" else KINDS
+    dtype, capability = models.DTYPES[prepared.job.dtype], device_capability(device)
+
+    def refusal(kind: str, name: str) -> str | None:
+        heads, head_dim = info.video_heads if kind in VIDEO_KINDS else info.audio_heads
+        call = AttentionCall(1, heads, 1024, 1024, head_dim, dtype, device.type, capability, kind=kind)
+        try:
+            choose(call, name)
+        except KernelUnavailable as error:
+            return str(error)
+        return None
+
+    wanted = dict.fromkeys(kinds, asked) if isinstance(asked, str) else asked
+    for kind, name in wanted.items():
+        if kind not in kinds:
+            raise UsageError(f"--attention: {info.name} has no {kind} calls, only {', '.join(kinds)}")
+        reason = refusal(kind, name)
+        if reason is not None:
+            raise RenderError(reason)
+    for arm in compare:
+        reasons = [refusal(kind, arm) for kind in kinds]
+        if reasons[0] is not None and None not in reasons:
+            raise RenderError(f"--compare: {reasons[0]}")
 
 
 def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:
@@ -314,21 +344,20 @@ class _Clock:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._recording: Any = None
-        self._place: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.stage = "start"
         self._since = time.monotonic()
 
-    def record(self, recording: Any, clip: str, handle: Any) -> None:
-        self._recording = recording
-        self._place = {"clip": clip, "layers": dict(handle.layers)}
+    def record(self, recording: Any, clip: str, ready: _Ready) -> None:
+        self._recording, self._clip, self._ready = recording, clip, ready
 
     def phase(self, name: str, total: int | None) -> None:
         self.stop()
         self.stage = name
         self._listener.phase(name, total)
         if self._recording is not None:
-            self._recording.enter(stage=name, **self._place)
+            handle = self._ready.handle
+            self._recording.enter(clip=self._clip, stage=name, layers={} if handle is None else handle.layers)
 
     def step(self, done: int) -> None:
         if self._recording is not None:
@@ -344,15 +373,3 @@ class _Clock:
     def restart(self) -> None:
         self._since = time.monotonic()
         self.stage = "start"
-
-
-class _TmpHandle:
-    layers: dict[str, int] = {}
-
-    class receipt:
-        @staticmethod
-        def to_dict():
-            return {}
-
-    def uninstall(self):
-        pass

@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a model can make, from its configs."""
+    """What a model can make, from its configs; heads are `(number, head_dim)`."""
 
     family: Family
     generation: Generation
@@ -51,6 +51,8 @@ class ModelInfo:
     sound: bool
     timestep_conditioned: bool
     layers: int
+    video_heads: tuple[int, int] = (32, 128)
+    audio_heads: tuple[int, int] = (32, 64)
 
     @property
     def name(self) -> str:
@@ -189,6 +191,8 @@ def _describe(folder: Path) -> ModelInfo:
         family == "ltx2" and (index.get("vocoder") or [None])[0] is not None,
         bool(vae.get("timestep_conditioning", False)),
         int(transformer.get("num_layers", 0)),
+        (transformer.get("num_attention_heads", 32), transformer.get("attention_head_dim", 64)),
+        (transformer.get("audio_num_attention_heads", 32), transformer.get("audio_attention_head_dim", 64)),
     )
 
 
