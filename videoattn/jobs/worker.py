@@ -13,7 +13,7 @@ from typing import Any
 from videoattn.jobs.child import RenderFunction
 from videoattn.jobs.errors import OwnershipLost, StaleToken, StoreError, StoreFull
 from videoattn.jobs.model import Job, JobState, Progress, Token
-from videoattn.jobs.process import ChildProcess
+from videoattn.jobs.process import ChildProcess, import_name
 from videoattn.jobs.store import Store
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,9 @@ class Worker:
     ) -> None:
         self.store = store
         self.name = name or device
+        render_name = import_name(render)
         self._make_child: Callable[[], ChildProcess] = lambda: ChildProcess(
-            render,
+            render_name,
             device=device,
             options=dict(options or {}),
             environment=environment,
@@ -139,13 +140,13 @@ class Worker:
 
     def _turn(self) -> None:
         seen = self.store.writes
+        child = self._ready_child()
+        if child is None:
+            return
         reason = self._paused or self._no_room()
         if reason is not None:
             self._set(replace(self._status, state="paused", reason=reason, job=None))
             self._stopping.wait(_POLL)
-            return
-        child = self._ready_child()
-        if child is None:
             return
         try:
             claimed = self.store.claim(self.name) if self.store.has_pending() else None

@@ -12,7 +12,7 @@ BLOCK_ORDER = ("video_self", "audio_self", "video_text", "audio_text", "audio_to
 _RANK = {kind: rank for rank, kind in enumerate(BLOCK_ORDER)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """A call's number among those of its kind in the stage, and its forward and layer where known."""
 
