@@ -15,6 +15,8 @@ from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import videoattn
+from videoattn.dispatch import KINDS
+from videoattn.timing import load
 
 # The released config.json files where they differ from the constructors' defaults.
 TRANSFORMER = {
@@ -38,14 +40,7 @@ CONNECTORS = {
     "per_modality_projections": True,
     "proj_bias": True,
 }
-TRANSFORMER_KINDS = (
-    "video_self",
-    "audio_self",
-    "video_text",
-    "audio_text",
-    "audio_to_video",
-    "video_to_audio",
-)
+TRANSFORMER_KINDS = tuple(kind for kind in KINDS if "connector" not in kind)
 STEPS = {"denoise_half": 8, "denoise_full": 3}
 FRAMES, AUDIO_TOKENS, TEXT_TOKENS = 32, 259, 1024
 
