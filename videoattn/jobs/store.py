@@ -39,9 +39,9 @@ from videoattn.jobs.reader import DATABASE, STATE_FOLDER, StoreReader
 class Store(StoreReader):
     """A job store, opened as its owner; creates `folder` when it is missing.
 
-    Published files lie in `folder`, everything else in `folder/.videoattn`. `identify(path)` reads the
-    payload back out of a clip (None if it is not one of ours); with it, clips that no row claims become
-    jobs again. `attempt_limit` bounds how often one job may be started at all. `recovered` says what
+    Published files lie in `folder`, everything else in `folder/.videoattn`. `identify(path)` tells
+    which job a clip shows (None if it is not one of ours); with it, clips that no row claims become jobs
+    again. `attempt_limit` bounds how often one job may be started at all. `recovered` says what
     opening had to repair. Raises `StoreBusy` while another process owns the store. Every write raises
     `OwnershipLost` once a later owner exists, and `StoreFull` when the disk is full; neither leaves
     anything half-written. Thread-safe.
@@ -51,7 +51,7 @@ class Store(StoreReader):
         self,
         folder: Path | str,
         *,
-        identify: Callable[[Path], Mapping[str, Any] | None] | None = None,
+        identify: Callable[[Path], NewJob | None] | None = None,
         attempt_limit: int = 20,
     ) -> None:
         state_folder = Path(folder) / STATE_FOLDER
