@@ -77,9 +77,11 @@ def _end_running(store: Store, found: Recovered) -> None:
 def _match_files(store: Store, found: Recovered, identify: Callable[[Path], NewJob | None] | None) -> None:
     on_disk = {entry.name for entry in os.scandir(store.folder) if entry.is_file()}
     claimed: set[str] = set()
-    for row in store._db_rows("SELECT id, files FROM jobs WHERE state = 'done'"):
+    for row in store._db_rows("SELECT id, state, files FROM jobs WHERE files != '{}'"):
         files = json.loads(row["files"])
         claimed.update(files.values())
+        if row["state"] != JobState.DONE:
+            continue
         # Without its poster a clip is still a clip; without the clip there is nothing to show.
         essential = files.get("clip") or next(iter(files.values()), None)
         if essential is not None and essential not in on_disk:
