@@ -238,6 +238,19 @@ def test_python_copies_what_tma_refuses():
     assert not native.tma_can_take(torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x))
 
 
+def test_packed_calls_are_the_struct():
+    q, k, v = tensors()
+    lse = torch.empty(2, 3, 200)
+    call = make_call(q, k, v, lse=lse, splits=3, grid=7, stream=1 << 40, device=2)
+    call.workspace = 1 << 41
+    values = []
+    for name, kind in abi.Call._fields_:
+        value = getattr(call, name)
+        parts = [getattr(value, f[0]) for f in abi.Tensor._fields_] if kind is abi.Tensor else [value]
+        values += [part or 0 for part in parts]
+    assert abi.PACKED_CALL.pack(*values) == bytes(call)
+
+
 def test_structs_match_the_header(tmp_path):
     """sizeof and every offsetof, as the C compiler sees them."""
     structs = {
