@@ -1,4 +1,4 @@
-"""The Blackwell kernel's own PTX on the simulator, held against fp32 by the accuracy rule, without any finding."""
+"""The Blackwell kernel's PTX on the simulator: no finding, and fp32's answer by the accuracy rule."""
 
 import pytest
 import torch
