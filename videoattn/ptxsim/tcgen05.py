@@ -110,12 +110,7 @@ class Tcgen05Ops:
             )
             return
         cells = region(0, 128, start, n)
-        self.clock[ORDER, self.W.column] = self.W.now
-        conflict = tmem.shadow.unordered_write(self.clock[ORDER], cells) or tmem.shadow.unordered_read(
-            self.clock[ORDER], cells
-        )
-        if conflict is not None:
-            self.report("race", f"tcgen05.dealloc is not ordered after {self.conflict_name(conflict)}")
+        self._tmem_check(tmem, cells, True, "tcgen05.dealloc")
         tmem.free(start)
         for w in self.cta.warps:
             for c in w.contexts:
