@@ -9,9 +9,11 @@ from videoattn.kernels import library
 from videoattn.kernels.ptxas import compile_ptx
 from videoattn.ptxsim import Module
 
+Edit = tuple[str, str, str]
 
-def plant(folder: Path, source: str, edits: list[tuple[str, str, str]], arch: str = "sm_100a") -> Module:
-    """Compile csrc/`source` with `edits`, each (file, text, replacement); each text must occur."""
+
+def edited_sources(folder: Path, edits: list[Edit]) -> Path:
+    """A copy of csrc with `edits`, each (file, text, replacement); each text must occur."""
     copy = folder / "csrc"
     shutil.copytree(library.SOURCES, copy)
     for file, text, replacement in edits:
@@ -19,4 +21,9 @@ def plant(folder: Path, source: str, edits: list[tuple[str, str, str]], arch: st
         original = path.read_text()
         assert text in original, f"{file} no longer contains {text!r}"
         path.write_text(original.replace(text, replacement))
-    return Module.from_file(compile_ptx(copy / source, arch))
+    return copy
+
+
+def plant(folder: Path, source: str, edits: list[Edit], arch: str = "sm_100a") -> Module:
+    """Compile csrc/`source` with `edits`."""
+    return Module.from_file(compile_ptx(edited_sources(folder, edits) / source, arch))

@@ -1,5 +1,7 @@
 """The Blackwell kernel's PTX on the simulator: no finding, and fp32's answer by the accuracy rule."""
 
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ try:
     library.find_compiler()
 except library.BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
+
+full = pytest.mark.skipif("VIDEOATTN_FULL" not in os.environ, reason="full tier: scripts/simulate_full.py")
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -54,7 +58,7 @@ def test_lengths_that_end_inside_a_tile(q_len, kv_len, head_dim, dtype):
     check(*operands(1, q_len, kv_len, 1, head_dim, dtype), schedule="random:2")
 
 
-@pytest.mark.slow
+@full
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(255, 257), (257, 383), (300, 513), (126, 1024), (512, 127)])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, BF16), (128, FP16), (64, FP16)])

@@ -1,5 +1,6 @@
 """Every ladder step's own PTX on the simulator: no finding, and fp32's answer by the accuracy rule."""
 
+import os
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,8 @@ try:
     library.find_compiler()
 except library.BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
+
+full = pytest.mark.skipif("VIDEOATTN_FULL" not in os.environ, reason="full tier: scripts/simulate_full.py")
 
 STEPS = load_steps()
 INACCURATE = "v20_half_accumulator"
@@ -52,7 +55,7 @@ def test_one_cta_takes_several_items(step, kv_len):
     assert outcome.max_error <= outcome.bound
 
 
-@pytest.mark.slow
+@full
 @pytest.mark.parametrize("schedule", ["early", "late", "random:3", "random:4"])
 @pytest.mark.parametrize("step", ACCURATE, ids=by_name)
 def test_step_under_other_schedules(step, schedule):
@@ -77,7 +80,7 @@ def hard_operands(name: str, dtype: str, q_len: int, kv_len: int):
     return [decode(encode(x.astype(np.float32), dtype), dtype) for x in (q, k, v)]
 
 
-@pytest.mark.slow
+@full
 @pytest.mark.parametrize("name", ["mean", "outliers", "constant", "one_hot"])
 @pytest.mark.parametrize("step", ACCURATE, ids=by_name)
 def test_hard_inputs(step, name):
