@@ -37,9 +37,9 @@ def main() -> int:
         for number, word in re.findall(r"(\d+) (passed|failed|skipped|xfailed|error)", done.stdout)
     }
     cells = ", ".join(f"{number} {word}" for word, number in found.items())
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    what = f"`scripts/simulate_full.py` {' '.join(paths)}"
     print(
-        f"| {date.today()} | {machine} | `scripts/simulate_full.py` {' '.join(paths)} | {cells} | {minutes:.0f} min |"
+        f"| {date.today()} | {platform.machine()}, {os.cpu_count()} cores | {what} | {cells} | {minutes:.0f} min |"
     )
     return done.returncode
 
