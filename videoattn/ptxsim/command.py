@@ -54,9 +54,9 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
         heads, q_len, kv_len = (int(x) for x in shape.split("x"))
     except ValueError:
         raise LaunchError(f"shape {shape!r} is not HEADSxQ_LENxKV_LEN, such as 1x256x1024") from None
+    schedules = [_schedule(s) for s in schedule.split(",")]
     steps = load_steps(folder)
     chosen = [find_step(steps, step)] if step else steps
-    schedules = [_schedule(s) for s in schedule.split(",")]
     failed = 0
     print(f"{'step':28} {'schedule':9} {'max error':>9} {'bound':>8} {'instr':>8} {'seconds':>7}  verdict")
     for one in chosen:

@@ -430,7 +430,7 @@ class _Body:
                 self.location()
             elif tok in (".pragma", ".branchtargets", ".callprototype", ".alias"):
                 p.skip_to(";")
-            elif p.toks[p.i + 1][1] == ":" and p.toks[p.i][0] == "id":
+            elif p.toks[p.i][0] == "id" and p.toks[p.i + 1][1] == ":":
                 name = p.next()
                 p.expect(":")
                 if name in scope.labels:
@@ -498,9 +498,9 @@ class _Body:
             if not isinstance(pred, Reg) or pred.type != "pred":
                 raise PtxSyntaxError("the guard is not a declared predicate register", line)
         kind, opcode, line = p.toks[p.i]
+        p.next()
         if kind != "id":
             raise PtxSyntaxError(f"expected an instruction, found {opcode!r}", line)
-        p.next()
         parts = tuple(opcode.split("."))
         ins = Instr(opcode, parts, [], line, pred, neg, self.loc)
         if parts[0] == "call":
