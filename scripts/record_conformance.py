@@ -2,7 +2,8 @@
 
     python scripts/record_conformance.py --out tests/ptxsim/golden/conformance.npz
 
-Needs the CUDA driver only: it compiles the PTX. tests/ptxsim/test_conformance.py compares the simulator with the file.
+Needs the CUDA driver only: it compiles the PTX. tests/ptxsim/test_conformance.py compares the simulator with
+the file.
 """
 
 from __future__ import annotations

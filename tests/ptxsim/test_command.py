@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import small_gemm
 
-from videoattn.ptxsim import LaunchError
-from videoattn.ptxsim import command
+from videoattn.ptxsim import LaunchError, command
 from videoattn.ptxsim.ladder import encode
 
 
@@ -20,8 +19,16 @@ def files(tmp_path, **change):
     (tmp_path / "gemm.ptx").write_text(small_gemm.PTX)
 
     def tensor(name: str, rows: int) -> dict:
-        return {"tensor_map": {"buffer": name, "dtype": "bf16", "dims": [64, rows], "strides": [128], "box": [64, rows],
-                               "swizzle": "128B"}}  # fmt: skip
+        return {
+            "tensor_map": {
+                "buffer": name,
+                "dtype": "bf16",
+                "dims": [64, rows],
+                "strides": [128],
+                "box": [64, rows],
+                "swizzle": "128B",
+            }
+        }
 
     launch = {
         "entry": "gemm", "block": 128, "roles": {"leader": [0], "others": [1, 2, 3]},

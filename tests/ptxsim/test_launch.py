@@ -73,7 +73,9 @@ def test_a_wrong_argument_gives_one_line(index, value, message):
 )
 def test_an_impossible_launch_gives_one_line(change, message):
     device, _, args = setup()
-    ptx = PTX.replace("ret;", "mov.u32 %t, dyn; ret;").replace(".visible", ".extern .shared .align 16 .b8 dyn[];\n.visible")
+    ptx = PTX.replace("ret;", "mov.u32 %t, dyn; ret;").replace(
+        ".visible", ".extern .shared .align 16 .b8 dyn[];\n.visible"
+    )
     with pytest.raises(LaunchError, match=message):
         device.launch(Module.from_ptx(ptx).entry("k"), **({"block": 32, "args": args} | change))
 

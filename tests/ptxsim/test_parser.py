@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from videoattn.ptxsim import Module, PtxSyntaxError
-from videoattn.ptxsim.parser import Imm, Mem, Pair, Vec, parse_ptx
+from videoattn.ptxsim.parser import parse_ptx
+from videoattn.ptxsim.ptx import Imm, Mem, Pair, Vec
 
 HEAD = ".version 8.3\n.target sm_90a\n.address_size 64\n"
 
@@ -50,7 +51,8 @@ def test_operand_forms():
 
 def test_source_lines_name_the_caller_of_inlined_code():
     e = entry(
-        ".reg .b32 %a;\n.loc 1 10 3\nmov.u32 %a, 1;\n.loc 2 7 1, function_name $L__info, inlined_at 1 12 5\nmov.u32 %a, 2;"
+        ".reg .b32 %a;\n.loc 1 10 3\nmov.u32 %a, 1;\n"
+        ".loc 2 7 1, function_name $L__info, inlined_at 1 12 5\nmov.u32 %a, 2;"
     )
     assert e.instrs[0].loc == (1, 10)
     assert e.instrs[1].loc == (2, 7, 1, 12)

@@ -21,7 +21,8 @@ def run(
 .visible .entry k(.param .u64 out)
 {{
 .reg .b32 %t, %g, %c, %w, %l, %a, %b, %d, %x<8>; .reg .b64 %out, %o, %f; .reg .pred %p, %q, %r;
-ld.param.u64 %out, [out]; mov.u32 %t, %tid.x; mov.u32 %c, %ctaid.x; mov.u32 %g, %ntid.x; mad.lo.u32 %g, %c, %g, %t;
+ld.param.u64 %out, [out]; mov.u32 %t, %tid.x; mov.u32 %c, %ctaid.x; mov.u32 %g, %ntid.x;
+mad.lo.u32 %g, %c, %g, %t;
 mul.wide.u32 %f, %g, 4; add.u64 %o, %out, %f; shr.u32 %w, %t, 5; and.b32 %l, %t, 31;
 {body}
 ret;
@@ -29,8 +30,16 @@ ret;
 """
     device = Device(arch)
     out = device.upload(np.zeros(n, np.uint32))
-    report = device.launch(Module.from_ptx(ptx).entry("k"), grid=grid, block=block, cluster=cluster, args=[out],
-                           schedule=schedule, registers=registers, limit=100_000)  # fmt: skip
+    report = device.launch(
+        Module.from_ptx(ptx).entry("k"),
+        grid=grid,
+        block=block,
+        cluster=cluster,
+        args=[out],
+        schedule=schedule,
+        registers=registers,
+        limit=100_000,
+    )
     return report, out.download()
 
 
@@ -118,7 +127,8 @@ def test_a_decrease_that_increases_is_named():
 
 
 CLUSTER = """mov.u32 %x0, %cluster_ctarank; xor.b32 %x1, %x0, 1;
-mov.u32 %a, cell; mapa.shared::cluster.u32 %b, %a, %x1; mov.u32 %d, bar; mapa.shared::cluster.u32 %x2, %d, %x1;
+mov.u32 %a, cell; mapa.shared::cluster.u32 %b, %a, %x1; mov.u32 %d, bar;
+mapa.shared::cluster.u32 %x2, %d, %x1;
 setp.eq.u32 %p, %t, 0; @%p mbarrier.init.shared::cta.b64 [bar], 32;
 @%p fence.mbarrier_init.release.cluster;
 {first}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .codegen import DTYPES, Emitter, pair, vector_items
-from .parser import TYPE_BYTES, Imm, Instr, Reg, Special, Sym, Vec
+from .ptx import TYPE_BYTES, Imm, Instr, Reg, Special, Sym, Vec
 
 EMITTERS: dict[str, Callable[[Emitter, Instr], None]] = {}
 
@@ -95,7 +95,9 @@ def _arith(g: Emitter, ins: Instr) -> None:
 
 
 def _half_in(g: Emitter, v, typ: str) -> str:
-    """f16/bf16 (x2) operand as f32 elements; f32 holds their sums and products exactly enough for one rounding."""
+    """f16/bf16 (x2) operand as f32 elements; f32 holds their sums and products exactly enough for one
+    rounding.
+    """
     if typ == "f16":
         return g.let(f"{g.src(v, 'f16')}.astype(_f4)")
     if typ == "f16x2":

@@ -16,9 +16,9 @@ from .findings import ERROR, FindingLog, Where
 from .hb import Columns
 from .memory import SHARED_BASE, SharedMemory
 from .ops_barrier import NamedBarrier
-from .parser import Instr
 from .poison import PoisonRegister
 from .program import Program
+from .ptx import Instr
 from .schedule import Schedule
 from .tmem import TensorMemory
 from .trace import Trace
@@ -203,8 +203,18 @@ class Cluster:
 class Machine:
     """One launch in execution."""
 
-    def __init__(self, program: Program, grid, block, cluster, dynamic_smem: int, params: bytes, schedule: Schedule,
-                 device, registers: int | None):  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        grid,
+        block,
+        cluster,
+        dynamic_smem: int,
+        params: bytes,
+        schedule: Schedule,
+        device,
+        registers: int | None,
+    ):
         self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
         self.device = device
         self.params = params
@@ -284,13 +294,14 @@ class Machine:
         self.local_size = local
         if self.smem_end - SHARED_BASE > 232448:
             raise LaunchError(
-                f"{self.smem_end - SHARED_BASE} bytes of shared memory; a CTA can have at most 232448 (227 KiB)"
+                f"{self.smem_end - SHARED_BASE} bytes of shared memory; "
+                "a CTA can have at most 232448 (227 KiB)"
             )
         if self.dynamic_smem and not dynamic:
             pass  # the kernel simply does not use it
 
     def _used_symbols(self) -> set[str]:
-        from .parser import Mem, Sym
+        from .ptx import Mem, Sym
 
         used = set()
         for ins in self.program.instrs:

@@ -31,7 +31,7 @@ class PoisonRegister:
 
     def _whole(self) -> np.ndarray:
         if self.value is None:
-            from .parser import TYPE_BYTES
+            from .ptx import TYPE_BYTES
 
             size = TYPE_BYTES[self.reg.type]
             return _garbage(np.dtype(np.bool_ if not size else f"u{size}"))

@@ -1,4 +1,4 @@
-"""A kernel decoded for execution: basic blocks, where divergent lanes meet again, lazily compiled functions."""
+"""A kernel decoded for execution: basic blocks, where divergent lanes meet, lazily compiled functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from .codegen import Emitter
 from .errors import UnsupportedInstruction
-from .parser import Entry, Instr, Neg, ParsedModule, Reg
+from .ptx import Entry, Instr, Neg, ParsedModule, Reg
 
 _BLOCKING = {"bar", "barrier", "elect", "vote", "shfl", "redux", "match", "setmaxnreg"}
 

@@ -54,8 +54,18 @@ def decode_idesc(bits: int, group: int, a_in_tmem: bool) -> InstructionDescripto
         problem = f"N = {n} with M = {m}, cta_group::{group}"
     elif a_in_tmem and bits >> 15 & 1:
         problem = "A in tensor memory must be K-major"
-    return InstructionDescriptor(m, n, a, b, d, bool(bits >> 15 & 1), bool(bits >> 16 & 1), bool(bits >> 13 & 1),
-                                 bool(bits >> 14 & 1), problem)  # fmt: skip
+    return InstructionDescriptor(
+        m,
+        n,
+        a,
+        b,
+        d,
+        bool(bits >> 15 & 1),
+        bool(bits >> 16 & 1),
+        bool(bits >> 13 & 1),
+        bool(bits >> 14 & 1),
+        problem,
+    )
 
 
 class Tcgen05Ops(TmaOps):
@@ -141,7 +151,8 @@ class Tcgen05Ops(TmaOps):
             column = conflict.cell % COLUMNS
             self.report(
                 "race",
-                f"{what} of tensor memory column {column} is not ordered after {self.conflict_name(conflict)}",
+                f"{what} of tensor memory column {column} is not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
             return
@@ -152,7 +163,8 @@ class Tcgen05Ops(TmaOps):
         if conflict is not None:
             self.strict(
                 "missing tcgen05 fence",
-                f"{what} needs tcgen05.fence before and after the synchronisation with {self.conflict_name(conflict)}",
+                f"{what} needs tcgen05.fence before and after the synchronisation with "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
 
@@ -161,8 +173,12 @@ class Tcgen05Ops(TmaOps):
             self.report("out of bounds", f"{what} of tensor memory columns {column}..{column + columns - 1}")
             return False
         if not tmem.owned[column : column + columns].all():
-            self.report("unallocated tmem", f"{what} of tensor memory columns {column}..{column + columns - 1}, "
-                        "not all of which are allocated", key=what)  # fmt: skip
+            self.report(
+                "unallocated tmem",
+                f"{what} of tensor memory columns {column}..{column + columns - 1}, "
+                "not all of which are allocated",
+                key=what,
+            )
         return True
 
     def tmem_wait(self, mask, what: str) -> None:
@@ -316,8 +332,17 @@ class Tcgen05Ops(TmaOps):
                 )
                 continue
             disabled = None if off_lanes is None else [int(v[lane]) for v in off_lanes]
-            self._issue_mma(int(d[lane]), int(a[lane]), int(b[lane]), desc, bool(enable[lane]), a_in_tmem, group,
-                            scale, disabled)  # fmt: skip
+            self._issue_mma(
+                int(d[lane]),
+                int(a[lane]),
+                int(b[lane]),
+                desc,
+                bool(enable[lane]),
+                a_in_tmem,
+                group,
+                scale,
+                disabled,
+            )
 
     def _smem_operand(self, bits: int, rows: int, mn_major: bool, what: str):
         desc = decode_tcgen05(bits)
@@ -333,8 +358,18 @@ class Tcgen05Ops(TmaOps):
             return None
         return index, words
 
-    def _issue_mma(self, d: int, a: int, b: int, desc, accumulate: bool, a_in_tmem: bool, group: int, scale: int,
-                   disabled) -> None:  # fmt: skip
+    def _issue_mma(
+        self,
+        d: int,
+        a: int,
+        b: int,
+        desc,
+        accumulate: bool,
+        a_in_tmem: bool,
+        group: int,
+        scale: int,
+        disabled,
+    ) -> None:
         w, cluster = self.W, self.cta.cluster
         pair = (
             [self.cta] if group == 1 else [cluster.ctas[self.cta.rank & ~1], cluster.ctas[self.cta.rank | 1]]
@@ -396,8 +431,18 @@ class Tcgen05Ops(TmaOps):
                 if desc.a_neg:
                     a_matrix = -a_matrix
                 product = a_matrix @ b_matrix.T
-                self._accumulate(cta.tmem, product, lanes + lane0, column + columns, desc.d_type, accumulate, scale,
-                                 disabled, m, group)  # fmt: skip
+                self._accumulate(
+                    cta.tmem,
+                    product,
+                    lanes + lane0,
+                    column + columns,
+                    desc.d_type,
+                    accumulate,
+                    scale,
+                    disabled,
+                    m,
+                    group,
+                )
 
         self.machine.post(("mma", id(w)), run)
 
