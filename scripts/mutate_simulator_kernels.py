@@ -28,7 +28,7 @@ from videoattn.ptxsim.ladder import (
 )
 from videoattn.ptxsim.mutate import OPERATORS, Mutant, mutants
 
-SCHEDULES = (Schedule.late(), Schedule.early(), Schedule.random(7))
+RUNS = (("rising", Schedule.late()), ("normal", Schedule.early()), ("rising", Schedule.random(7)))
 
 
 def rising(operands, step):
@@ -56,7 +56,7 @@ def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str,
         if outcome.report.findings:
             return "finding", str(outcome.report.findings[0])
         if outcome.max_error > outcome.bound:
-            wrong = wrong or f"max error {outcome.max_error:.3g}, schedule {schedule}"
+            wrong = wrong or f"max error {outcome.max_error:.3g}, {values} inputs, schedule {schedule}"
     return ("values", wrong) if wrong else ("survived", "")
 
 

@@ -59,7 +59,7 @@ def golden():
 def test_matches_hardware(name: str, golden):
     case = CASES[name]
     if f"{name}/error" in golden:
-        with pytest.raises((AssertionError, UnsupportedInstruction), match="error|outside the model"):
+        with pytest.raises((AssertionError, UnsupportedInstruction), match=r"error|outside the model"):
             simulate(case, Schedule.early())
         return
     for i, out in zip(case.outputs, simulate(case, Schedule.early()), strict=True):
