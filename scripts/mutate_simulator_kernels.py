@@ -3,7 +3,8 @@
     python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 6 --seed 1
 
 Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when one of three
-runs (late, early and random schedules, two sets of inputs) yields a finding or wrong values. Prints one table and the survivors.
+runs (late, early and random schedules, two sets of inputs) yields a finding or wrong values.
+Prints one table and the survivors.
 """
 
 from __future__ import annotations
