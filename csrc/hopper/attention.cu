@@ -513,7 +513,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
     extern "C" __global__ void __launch_bounds__(videoattn::hopper::CONFIG::kThreads, 1)                     \
         NAME(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,           \
              const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map,           \
-             const __grid_constant__ videoattn::hopper::Args args) {                                         \
+             const videoattn::hopper::Args args) {                                         \
         videoattn::hopper::attention<videoattn::hopper::CONFIG, ELEMENT>(q_map, k_map, v_map, o_map, args);  \
     }
 
