@@ -317,6 +317,7 @@ struct Consumer {
             }
             const bool rescale = softmax.update_max(s, factor);
             softmax.exponentiate(s);
+            pin(s);  // or the compiler sinks the exponentials below the wait, where nothing overlaps them
             wgmma_wait<0>();
             pin(o);
             finish_output();
