@@ -77,3 +77,11 @@ def test_no_lse_and_a_strided_output():
     _, lse = check(q, k, v, return_lse=False, out=storage[..., :64].transpose(1, 2))
     assert lse is None
     assert storage[..., 64:].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_maximum_that_moves(head_dim):
+    """Blocks run from the last to the first: keys that grow towards the first move the reference in some rows."""
+    q, k, v = inputs(1, 1, 64, 500, head_dim)
+    q[:, ::5] *= 6
+    check(q, k * torch.linspace(4, 0.1, 500)[None, :, None, None].to(k.dtype), v)
