@@ -81,7 +81,7 @@ def test_no_lse_and_a_strided_output():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_maximum_that_moves(head_dim):
-    """Blocks run from the last to the first: keys that grow towards the first move the reference in some rows."""
+    """Blocks run from the last to the first: keys that grow towards the first move some rows' reference."""
     q, k, v = inputs(1, 1, 64, 500, head_dim)
     q[:, ::5] *= 6
     check(q, k * torch.linspace(4, 0.1, 500)[None, :, None, None].to(k.dtype), v)
