@@ -42,8 +42,9 @@ class Processor:
                 "videoattn does not shard attention: call uninstall() before enable_parallelism()"
             )
         if self._attention_backend is not None:
+            backend = getattr(self._attention_backend, "value", self._attention_backend)
             raise RuntimeError(
-                f"diffusers' attention backend '{self._attention_backend}' was set while videoattn is "
+                f"diffusers' attention backend '{backend}' was set while videoattn is "
                 "installed: call reset_attention_backend(), or uninstall() to use it"
             )
         if attn.fused_projections:
