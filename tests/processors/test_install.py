@@ -270,7 +270,7 @@ def test_copies_stand_alone():
 def test_someone_elses_processor_set_later_is_left_alone():
     model = ltx_transformer()
     handle = videoattn.install(model)
-    theirs = type(handle._layers[0][1][0].processor.stock())()
+    theirs = type(handle._layers[0][1][0].processor.replaces())()
     model.transformer_blocks[0].attn1.set_processor(theirs)
     handle.uninstall()
     assert model.transformer_blocks[0].attn1.processor is theirs

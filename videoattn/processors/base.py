@@ -25,7 +25,7 @@ class Processor:
     # diffusers' setters look for these two; a value other than None is refused when the model runs.
     _attention_backend: Any = None
     _parallel_config: Any = None
-    stock: type
+    replaces: type
 
     def __init__(self, kind: Kind, kernel: str, text_mask: masks.TextMask | None = None) -> None:
         self.kind = kind

@@ -74,8 +74,10 @@ def classify(mask: torch.Tensor) -> MaskForm:
 
     `mask` is multiplicative `(batch, kv_len)`, 1 for a valid key, or an additive bias `(batch, 1, kv_len)` or
     `(batch, 1, 1, kv_len)`, 0 for a valid key. `none`: every key is valid. `kv_lengths`: at least one leading
-    key is valid and the rest is masked, per batch entry. `dense`: anything else.
+    key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values.
     """
+    if mask.is_meta:
+        return "dense"
     if mask.dim() == 2:
         valid, masked = mask == 1, mask == 0
     else:
