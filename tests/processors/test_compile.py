@@ -6,7 +6,15 @@ import pytest
 import torch
 
 import videoattn
-from tests.pipelines import call_ltx, call_ltx2, ltx2_inputs, ltx2_pipeline, ltx2_transformer, ltx_pipeline
+from tests.pipelines import (
+    GUIDANCE_ON,
+    call_ltx,
+    call_ltx2,
+    ltx2_inputs,
+    ltx2_pipeline,
+    ltx2_transformer,
+    ltx_pipeline,
+)
 from tests.processors.calls import CountingBackend, recording
 
 LAYERS = 12
@@ -138,6 +146,16 @@ def test_inlined_into_a_larger_graph_keeps_masks_whole():
             result = step(inputs)
     assert calls.forms["video_text", "dense"] == 2
     torch.testing.assert_close(result, reference[0] * 2, atol=1e-5, rtol=1e-5)
+
+
+def test_guided_with_graph_breaks():
+    """Stock spatio-temporal guidance branches on a tensor, so guided runs compile without fullgraph."""
+    reference = call_ltx2(ltx2_pipeline("2.3"), **GUIDANCE_ON)
+    pipe = ltx2_pipeline("2.3")
+    videoattn.install(pipe)
+    pipe.transformer.compile_repeated_blocks(backend=CountingBackend())
+    for ours, theirs in zip(call_ltx2(pipe, **GUIDANCE_ON), reference, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
