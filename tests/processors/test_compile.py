@@ -13,7 +13,9 @@ from tests.pipelines import (
     ltx2_inputs,
     ltx2_pipeline,
     ltx2_transformer,
+    ltx_inputs,
     ltx_pipeline,
+    ltx_transformer,
 )
 from tests.processors.calls import CountingBackend, recording
 
@@ -128,6 +130,26 @@ def test_ltx_pipeline_guided(mode):
     assert calls.forms == {("video_self", "none"): 4, ("video_text", "kv_lengths"): 4}
     assert backend.graphs == 1
     torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["repeated_blocks", "in_place", "wrapped"])
+def test_install_on_a_model_compiled_and_run_before(mode):
+    transformer = ltx_transformer()
+    backend = CountingBackend()
+    model = compiled(transformer, mode, backend)
+    prompts = [ltx_inputs(), ltx_inputs([9])]
+    with torch.no_grad():
+        stock = [model(**inputs)[0] for inputs in prompts]
+        graphs = backend.graphs
+        for _ in range(2):
+            handle = videoattn.install(model)
+            with recording() as calls:
+                ours = [model(**inputs)[0] for inputs in prompts]
+            assert calls.forms["video_text", "none"] == calls.forms["video_text", "kv_lengths"] == 2
+            torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
+            handle.uninstall()
+            assert torch.equal(model(**prompts[1])[0], stock[1])
+            assert backend.graphs == graphs + 2
 
 
 def test_inlined_into_a_larger_graph_keeps_masks_whole():

@@ -9,7 +9,7 @@ import torch
 
 from tests.pipelines import padding_mask
 from videoattn.processors import masks
-from videoattn.processors.masks import TextMask, apply, classify
+from videoattn.processors.masks import Watch, apply, classify
 
 ONES = torch.ones(2, 6, dtype=torch.int64)
 PADDED = padding_mask([6, 2], 6)
@@ -87,42 +87,35 @@ def reads(monkeypatch):
 
 
 def test_seen_masks_are_not_read_again(reads):
-    text_mask, mask = TextMask(), PADDED.clone()
+    watch, mask = Watch({}), PADDED.clone()
     for part in (mask, mask, mask.chunk(2)[1], mask[:1], mask[1:]):
-        text_mask.look(part)
-        assert text_mask.form == "kv_lengths"
+        assert watch.form(part) == "kv_lengths"
     assert len(reads) == 1
 
 
 def test_other_masks_are_read(reads):
-    text_mask, mask = TextMask(), torch.ones(6, 6, dtype=torch.int64)
-    text_mask.look(mask)
-    assert text_mask.form == "none"
+    watch, mask = Watch({}), torch.ones(6, 6, dtype=torch.int64)
+    assert watch.form(mask) == "none"
     for other in (mask.T, mask[:, :4], mask.clone(), mask[2:3].expand(6, 6)):
-        text_mask.look(other)
+        watch.form(other)
     assert len(reads) == 5
     mask[3, 2:] = 0
-    text_mask.look(mask)
-    assert text_mask.form == "kv_lengths"
+    assert watch.form(mask) == "kv_lengths"
 
 
 def test_a_slice_beside_the_mask_that_was_seen_is_read(reads):
     whole = torch.cat([ONES, HOLES])
-    text_mask = TextMask()
-    text_mask.look(whole[:2])
-    assert text_mask.form == "none"
-    text_mask.look(whole[1:3])
-    assert text_mask.form == "dense"
-    text_mask.look(whole[3:])
-    assert text_mask.form == "none"
+    watch = Watch({})
+    assert watch.form(whole[:2]) == "none"
+    assert watch.form(whole[1:3]) == "dense"
+    assert watch.form(whole[3:]) == "none"
     assert len(reads) == 3
 
 
 def test_a_new_mask_at_the_same_address_is_read():
-    text_mask = TextMask()
+    watch = Watch({})
     for mask, form in ((ONES, "none"), (HOLES, "dense"), (PADDED, "kv_lengths")) * 3:
         fresh = mask.clone()
-        text_mask.look(fresh)
-        assert text_mask.form == form
+        assert watch.form(fresh) == form
         del fresh
         gc.collect()
