@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import LTX2ImageToVideoPipeline, LTXImageToVideoPipeline
+from diffusers import LTX2ImageToVideoPipeline, LTX2VideoTransformer3DModel, LTXImageToVideoPipeline
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from peft import LoraConfig
 
 import videoattn
@@ -29,6 +31,28 @@ from videoattn import kernels
 from videoattn.dispatch import KernelUnavailable
 from videoattn.processors.base import Processor
 
+# What differs from the classes' defaults in the released LTX-2.3.
+RELEASED_23 = {
+    "rope_type": "split",
+    "use_prompt_embeddings": False,
+    "perturbed_attn": True,
+    **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
+}
+CONNECTORS_23 = {
+    "rope_type": "split",
+    "per_modality_projections": True,
+    "proj_bias": True,
+    **{
+        f"{modality}_{name}": value
+        for modality, head_dim in (("video", 128), ("audio", 64))
+        for name, value in {
+            "connector_num_attention_heads": 32,
+            "connector_attention_head_dim": head_dim,
+            "connector_num_layers": 8,
+            "gated_attn": True,
+        }.items()
+    },
+}
 LTX2_KINDS = {"video_self", "video_text", "audio_self", "audio_text", "audio_to_video", "video_to_audio"}
 
 
@@ -88,6 +112,30 @@ def test_kinds_come_from_where_calls_sit():
     assert block.audio_to_video_attn.processor.kind == "audio_to_video"
     assert block.video_to_audio_attn.processor.kind == "video_to_audio"
     assert len({id(p) for p in processors(pipe.transformer).values()}) == 6
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"), [(ltx_transformer, ltx_inputs), (ltx2_transformer, ltx2_inputs)]
+)
+def test_layers_are_the_calls_of_one_forward(build, inputs):
+    transformer = build(layers=3)
+    handle = videoattn.install(transformer)
+    with torch.no_grad(), recording() as calls:
+        transformer(**inputs())
+    assert calls.kinds == handle.layers
+
+
+def test_calls_of_a_distilled_clip():
+    """LTX-2.3 as released, without weights: eleven forwards, and the connectors once for each stage."""
+    with torch.device("meta"):
+        transformer = LTX2VideoTransformer3DModel(**RELEASED_23)
+        connectors = LTX2TextConnectors(**CONNECTORS_23)
+    handle = videoattn.install(SimpleNamespace(transformer=transformer, connectors=connectors))
+    layers, calls = handle.layers, handle.calls
+    assert 11 * sum(layers[kind] for kind in LTX2_KINDS) == 3168
+    assert 11 * sum(layers[kind] for kind in LTX2_KINDS if calls[kind].head_dim == 128) == 1056
+    assert 2 * (layers["video_connector"] + layers["audio_connector"]) == 32
+    assert {call.heads for call in calls.values()} == {32}
 
 
 def test_transformer_alone():
