@@ -26,6 +26,7 @@ app = App(
     version=__version__,
     help="Render video with LTX transformers and hand-written attention kernels.",
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,
 )
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -90,6 +91,11 @@ def render(
         f"frames, {work(resolved)}, seed {resolved.seed}",
         markup=False,
     )
+
+    if arms or job.attention != "auto":
+        from videoattn.render.devices import pick_device, require_kernels
+
+        require_kernels(prepared, pick_device(device), arms)
 
     from videoattn.render import models
     from videoattn.render.progress import Terminal

@@ -15,15 +15,14 @@ import torch
 from videoattn.render import clip as clips
 from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
-from videoattn.render.errors import RenderError, UsageError
+from videoattn.render.devices import device_name, pick_device, pick_dtype, require_kernels
+from videoattn.render.errors import RenderError
 from videoattn.render.files import StagedFiles, require_space, unused_name
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
 from videoattn.render.prompts import PromptCache
 from videoattn.render.settings import is_guided, perturbs
 
-LTX_KINDS = ("video_self", "video_text")
-VIDEO_KINDS = (*LTX_KINDS, "video_connector")
 LOAD_FIELDS = (
     "model",
     "revision",
@@ -81,7 +80,7 @@ class Renderer:
         local_files_only: bool = False,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.device = models.pick_device(device)
+        self.device = pick_device(device)
         self.local_files_only = local_files_only
         self._warn = warn
         self._ready: _Ready | None = None
@@ -91,7 +90,7 @@ class Renderer:
         return self._with_dtype(check(job, local_files_only=self.local_files_only, warn=self._warn))
 
     def _with_dtype(self, prepared: Prepared) -> Prepared:
-        dtype = models.pick_dtype(prepared.job.dtype, self.device)
+        dtype = pick_dtype(prepared.job.dtype, self.device)
         return replace(prepared, job=prepared.job.model_copy(update={"dtype": dtype}))
 
     def prepare(self, jobs: Iterable[Prepared], progress: Listener | None = None) -> None:
@@ -134,7 +133,7 @@ class Renderer:
                 place: files.stage(place) for place in (poster, preview, timing, output) if place is not None
             }
             require_space(output, expected_bytes(job.width, job.height, job.num_frames))
-            _require_kernels(prepared, self.device, compare)
+            require_kernels(prepared, self.device, compare)
             started = time.monotonic()
             ready = self._load(prepared, clock)
             load_seconds = time.monotonic() - started
@@ -248,11 +247,6 @@ def render(
         renderer.close()
 
 
-def device_name(device: torch.device) -> str:
-    """The name of the device as its maker gives it, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _key(job: RenderJob) -> tuple[Any, ...]:
     fields = tuple(getattr(job, name) for name in LOAD_FIELDS)
     # A compiled graph is bound to whether guidance perturbs it.
@@ -267,36 +261,6 @@ def _install(loaded: models.Loaded, job: RenderJob) -> Any:
         return install(loaded.pipe, kernels=job.kernels)
     except KernelUnavailable as error:
         raise RenderError(str(error)) from None
-
-
-def _require_kernels(prepared: Prepared, device: torch.device, compare: tuple[str, ...]) -> None:
-    """Raise RenderError before anything is loaded if a kernel asked for by name cannot run here at all."""
-    from videoattn.dispatch import KINDS, AttentionCall, KernelUnavailable, choose, device_capability
-
-    info, asked = prepared.info, prepared.job.kernels
-    kinds = LTX_KINDS if info.family == "ltx" else KINDS
-    dtype, capability = models.DTYPES[prepared.job.dtype], device_capability(device)
-
-    def refusal(kind: str, name: str) -> str | None:
-        heads, head_dim = info.video_heads if kind in VIDEO_KINDS else info.audio_heads
-        call = AttentionCall(1, heads, 1024, 1024, head_dim, dtype, device.type, capability, kind=kind)
-        try:
-            choose(call, name)
-        except KernelUnavailable as error:
-            return str(error)
-        return None
-
-    wanted = dict.fromkeys(kinds, asked) if isinstance(asked, str) else asked
-    for kind, name in wanted.items():
-        if kind not in kinds:
-            raise UsageError(f"--attention: {info.name} has no {kind} calls, only {', '.join(kinds)}")
-        reason = refusal(kind, name)
-        if reason is not None:
-            raise RenderError(reason)
-    for arm in compare:
-        reasons = [refusal(kind, arm) for kind in kinds]
-        if reasons[0] is not None and None not in reasons:
-            raise RenderError(f"--compare: {reasons[0]}")
 
 
 def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:
