@@ -160,20 +160,20 @@ def test_timing_has_a_row_for_every_call(ltx2_folder, tmp_path):
     result = render(distilled(ltx2_folder), output=tmp_path / "clip.mp4", timing=tmp_path / "t.jsonl")
     layers = 2
     kinds = ("video_self", "video_text", "audio_self", "audio_text", "audio_to_video", "video_to_audio")
-    counted = Counter((row.stage, row.kind) for row in result.rows)
+    counted = Counter((row.stage, row.kind) for row in result.log.rows)
     for stage, steps in (("denoise_half", 8), ("denoise_full", 3)):
         for kind in kinds:
             assert counted.pop((stage, kind)) == layers * steps
         for kind in ("video_connector", "audio_connector"):
             assert counted.pop((stage, kind)) == result.layers[kind]
     assert not counted
-    assert {row.clip for row in result.rows} == {"clip.mp4"}
-    half = [row for row in result.rows if (row.stage, row.kind) == ("denoise_half", "video_self")]
+    assert {row.clip for row in result.log.rows} == {"clip.mp4"}
+    half = [row for row in result.log.rows if (row.stage, row.kind) == ("denoise_half", "video_self")]
     assert [(row.step, row.layer) for row in half] == [
         (step, layer) for step in range(8) for layer in range(2)
     ]
     lines = (tmp_path / "t.jsonl").read_text().splitlines()
-    assert len(lines) > len(result.rows)
+    assert len(lines) > len(result.log.rows)
     assert result.total_seconds is not None
 
 

@@ -21,6 +21,7 @@ from diffusers import (
     LTXPipeline,
     LTXVideoTransformer3DModel,
 )
+from diffusers.hooks import apply_group_offloading
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
 from videoattn.render.devices import DTYPES
@@ -33,7 +34,6 @@ FP8_STORAGE = torch.float8_e4m3fn
 # In bf16 the bandwidth-extending vocoder of LTX-2.3 is off by a third; both parts are small.
 FP32_PARTS = ("audio_vae", "vocoder")
 CHECKED_PARTS = ("transformer", "vae", "connectors", "audio_vae", "vocoder")
-GROUP_BLOCKS = 1
 
 
 @dataclass(slots=True)
@@ -213,18 +213,26 @@ def place(loaded: Loaded) -> None:
     if loaded.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif loaded.offload == "group":
-        pipe.enable_group_offload(
-            onload_device=device,
-            offload_type="block_level",
-            num_blocks_per_group=GROUP_BLOCKS,
-            use_stream=device.type == "cuda",
-        )
+        for name, part in pipe.components.items():
+            if isinstance(part, torch.nn.Module):
+                _offload_groups(name, part, device)
     elif device.type != "cpu":
         for name, part in pipe.components.items():
             if isinstance(part, torch.nn.Module) and name != "text_encoder":
                 part.to(device)
     if loaded.upsampler is not None:
         loaded.upsampler.to(device)
+
+
+def _offload_groups(name: str, part: torch.nn.Module, device: torch.device) -> None:
+    options: dict[str, Any] = {"onload_device": device, "offload_device": torch.device("cpu")}
+    if name == "transformer":
+        options |= {"offload_type": "block_level", "num_blocks_per_group": 1}
+        options["use_stream"] = device.type == "cuda"
+    else:
+        # VAEs are entered by encode() and decode(), where groups that a forward would fetch stay away.
+        options["offload_type"] = "leaf_level"
+    apply_group_offloading(part, **options)
 
 
 def compile_blocks(loaded: Loaded, *, fullgraph: bool) -> None:

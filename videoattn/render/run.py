@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
 from videoattn.render.devices import device_name, pick_device, pick_dtype, require_kernels
 from videoattn.render.errors import RenderError
-from videoattn.render.files import StagedFiles, require_space, unused_name
+from videoattn.render.files import StagedFiles, require_space, unused_name, write_failed
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
 from videoattn.render.prompts import PromptCache
@@ -43,7 +43,8 @@ class RenderResult:
     """A clip on disk and what is known about it.
 
     `stage_seconds` are wall-clock seconds by stage, `total_seconds` their sum without loading the model; both
-    are None when shadow arms ran, because those change clock and power. `report` is the timing's summary.
+    are None when shadow arms ran, because those change clock and power. `log` and `report` are the
+    timing's rows and summary.
     """
 
     path: Path
@@ -55,7 +56,7 @@ class RenderResult:
     load_seconds: float
     layers: dict[str, int]
     report: Any = None
-    rows: list[Any] = field(default_factory=list)
+    log: Any = None
 
 
 @dataclass(slots=True)
@@ -138,9 +139,7 @@ class Renderer:
             ready = self._load(prepared, clock)
             load_seconds = time.monotonic() - started
             clock.restart()
-            with _recording(
-                staged[timing] if timing else None, compare, bool(timing or compare)
-            ) as recording:
+            with _recording(compare, bool(timing or compare)) as recording:
                 clock.record(recording, output.name, ready)
                 self._encode(ready, [job], clock)
                 made_clip = _to_clip(self._run(ready, prepared, clock), job)
@@ -164,6 +163,8 @@ class Renderer:
                 if preview is not None:
                     clips.write_preview(staged[preview], made_clip, place=preview)
             clock.stop()
+            if timing is not None:
+                _write_log(recording, staged[timing], timing)
             files.commit()
         ready.prompts.trim()
         return RenderResult(
@@ -176,7 +177,7 @@ class Renderer:
             load_seconds,
             dict(ready.handle.layers),
             None if recording is None else recording.summary(),
-            [] if recording is None else list(recording.rows),
+            None if recording is None else recording.log,
         )
 
     def close(self) -> None:
@@ -272,12 +273,19 @@ def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:
     return clips.Clip(pixels, job.frame_rate, audio, made.sample_rate)
 
 
-def _recording(path: Path | None, compare: tuple[str, ...], wanted: bool) -> AbstractContextManager[Any]:
+def _recording(compare: tuple[str, ...], wanted: bool) -> AbstractContextManager[Any]:
     if not wanted:
         return nullcontext()
     from videoattn import record_timing
 
-    return record_timing(path, compare=compare)
+    return record_timing(compare=compare)
+
+
+def _write_log(recording: Any, path: Path, place: Path) -> None:
+    try:
+        recording.write(path)
+    except OSError as error:
+        raise write_failed(error, place) from None
 
 
 @contextmanager
