@@ -25,6 +25,7 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3
 
 import videoattn
 from videoattn.attention import attend
+from videoattn.dispatch import Kind
 from videoattn.timing import TimingLog
 from videoattn.timing.report import Report, summarise
 
@@ -155,7 +156,7 @@ def host_cost(device: torch.device, dtype: torch.dtype, pairs: int) -> dict[str,
 
 
 def compared(
-    model, arguments, layers: Mapping[str, int], compare: str, forwards: int
+    model, arguments, layers: Mapping[Kind, int], compare: str, forwards: int
 ) -> tuple[TimingLog, Report]:
     """The log and report of `forwards` forwards with shadow arms, warmed up before."""
     with videoattn.record_timing(compare=compare):

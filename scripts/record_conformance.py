@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import multiprocessing
+import queue
 import struct
 import sys
 import time
@@ -107,32 +109,57 @@ class Driver:
         return out
 
 
+def record(names: list[str], results) -> None:
+    """Run cases one after another in this process; the first that loses the context ends it."""
+    driver = Driver()
+    results.put(("machine", f"{driver.name}, driver API {driver.version}"))
+    cases = {c.name: c for c in all_cases()}
+    for name in names:
+        try:
+            results.put((name, driver.run(cases[name])))
+        except RuntimeError as error:
+            results.put((name, str(error)))
+            return
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "tests/ptxsim/golden/conformance.npz")
+    parser.add_argument("--timeout", type=float, default=20, help="seconds a case may take")
     args = parser.parse_args()
-    driver = Driver()
+    cases = {c.name: c for c in all_cases()}
     golden: dict[str, np.ndarray] = {}
-    failed = 0
-    for case in all_cases():
-        try:
-            for i, out in zip(case.outputs, driver.run(case), strict=True):
-                golden[f"{case.name}/{i}"] = out
-            print(f"{case.name}: recorded", flush=True)
-        except RuntimeError as error:
-            failed += 1
-            print(f"{case.name}: {error}", flush=True)
-            if "ILLEGAL" in str(error).upper() or "launch" in str(error):
-                break  # the context is lost
-    stamp = f"{driver.name}, driver {driver.version}, {time.strftime('%Y-%m-%d')}"
+    left, machine, failed = list(cases), "", 0
+    spawn = multiprocessing.get_context("spawn")
+    while left:
+        results = spawn.Queue()
+        worker = spawn.Process(target=record, args=(left, results))
+        worker.start()
+        while left:
+            try:
+                name, value = results.get(timeout=args.timeout)
+            except queue.Empty:
+                name, value = left[0], "no answer in time"
+            if name == "machine":
+                machine = value
+                continue
+            left.remove(name)
+            if isinstance(value, str):  # a rejection by the hardware is a result too
+                failed += 1
+                golden[f"{name}/error"] = np.array(value)
+                print(f"{name}: {value}", flush=True)
+                break
+            for i, out in zip(cases[name].outputs, value, strict=True):
+                golden[f"{name}/{i}"] = out
+        worker.kill()
+        worker.join()
+    stamp = f"{machine}, {time.strftime('%Y-%m-%d')}"
     golden["machine"] = np.array(stamp)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(args.out, **golden)
-    print(
-        f"{len(golden) - 1} outputs on {stamp}; {failed} cases failed; {args.out} has {args.out.stat().st_size} bytes"
-    )
+    print(f"{len(cases)} cases on {stamp}; {failed} rejected; {args.out} has {args.out.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 
 import torch
@@ -36,6 +37,7 @@ def simulate(
     arch: int = 100,
     schedule: Schedule | None = None,
     code: Module | None = None,
+    planner: ctypes.CDLL | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Report]:
     """Output, LSE and the simulator's report of one launch of BSHD tensors; output and LSE start as NaN."""
     device = Device(f"sm_{arch}a")
@@ -72,7 +74,7 @@ def simulate(
     if kv_lengths is not None:
         call.kv_lengths = address(kv_lengths)
 
-    planned = plan(call)
+    planned = plan(call, planner)
     maps = [
         TensorMap(
             m.address,

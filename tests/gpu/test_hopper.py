@@ -41,6 +41,10 @@ def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, out=None, 
     if out is None:
         out, out_buffer = guarded_like(q.shape, q.dtype)
     lse_tensor, lse_buffer = guarded_like((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+    count = native.workspace_bytes(
+        q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3], 90, 132, splits
+    )
+    workspace = torch.full((count,), 255, dtype=torch.uint8, device="cuda") if count else None  # fp32 NaN
     call = native.fill_call(
         q,
         k,
@@ -54,10 +58,8 @@ def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, out=None, 
         grid=grid,
         splits=splits,
         stream=torch.cuda.current_stream().cuda_stream,
+        workspace=workspace,
     )
-    workspace = native.attach_workspace(call, q.device)
-    if workspace is not None:
-        workspace.fill_(255)  # NaN as fp32
     native.launch(call)
     torch.cuda.synchronize()
     for buffer in (out_buffer, lse_buffer):

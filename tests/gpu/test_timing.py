@@ -94,7 +94,7 @@ def test_a_call_that_waited_for_its_launch_is_marked_and_the_same_call_behind_wo
 
 
 def test_a_call_as_short_as_an_event_pair_is_marked_even_behind_work():
-    q = random(1, 259, 32, 64)
+    q = random(1, 64, 32, 64)
     attend(q, q, q)
     with videoattn.record_timing() as recording:
         busy(20)

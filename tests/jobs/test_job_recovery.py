@@ -190,7 +190,7 @@ def test_a_finished_job_whose_clip_is_gone_fails_and_can_be_retried(two_done):
 
 def identify(path):
     text = path.read_text()
-    return {"seed": int(text.removeprefix("seed "))} if text.startswith("seed ") else None
+    return NewJob({"seed": int(text.removeprefix("seed "))}) if text.startswith("seed ") else None
 
 
 def test_clips_without_rows_are_adopted_or_listed_never_removed(two_done):

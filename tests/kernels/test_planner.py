@@ -128,11 +128,10 @@ def test_arguments_carry_the_call():
     lengths = torch.tensor([5, 300], dtype=torch.int32)
     made = plan.plan(make_call(q, k, v, lse=lse, kv_lengths=lengths, scale=0.25))
     (blob,) = [p for p in made.params[: made.num_params] if p.tensor_map < 0]
-    fields = struct.unpack_from("<QQQQiiiiiiiff", bytes(made.args), blob.offset)
+    fields = struct.unpack_from("<QQQQiiiiiiif", bytes(made.args), blob.offset)
     assert fields[:4] == (lse.data_ptr(), lengths.data_ptr(), 0, 0)
-    batch, heads, q_len, kv_len, q_tiles, splits, tiles, scale_log2, scale = fields[4:]
+    batch, heads, q_len, kv_len, q_tiles, splits, tiles, scale_log2 = fields[4:]
     assert (batch, heads, q_len, kv_len, q_tiles, splits, tiles) == (2, 3, 200, 300, 2, 1, 12)
-    assert scale == 0.25
     assert scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
 
 
@@ -236,6 +235,19 @@ def test_python_copies_what_tma_refuses():
     assert not native.tma_can_take(x[:, :1].expand(-1, 40, -1, -1))
     assert not native.tma_can_take(x.transpose(2, 3).contiguous().transpose(2, 3))
     assert not native.tma_can_take(torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x))
+
+
+def test_packed_calls_are_the_struct():
+    q, k, v = tensors()
+    lse = torch.empty(2, 3, 200)
+    call = make_call(q, k, v, lse=lse, splits=3, grid=7, stream=1 << 40, device=2)
+    call.workspace = 1 << 41
+    values = []
+    for name, kind in abi.Call._fields_:
+        value = getattr(call, name)
+        parts = [getattr(value, f[0]) for f in abi.Tensor._fields_] if kind is abi.Tensor else [value]
+        values += [part or 0 for part in parts]
+    assert abi.PACKED_CALL.pack(*values) == bytes(call)
 
 
 def test_structs_match_the_header(tmp_path):

@@ -33,7 +33,7 @@ class Case:
 
     `buffers` are uploaded in order and downloaded afterwards where `outputs` says so. `args` name buffers (int),
     tensor maps (Map) or integers (("u32", v), ("u64", v)). `ulp`: tolerance in units of the last place of f32
-    outputs, None for bit equality.
+    outputs, None for bit equality; `absolute`: a difference that passes whatever its ulp.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Case:
     block: int = 32
     smem: int = 0
     ulp: int | None = None
+    absolute: float = 0.0
     kernel: str = field(default="k")
 
 
@@ -199,7 +200,7 @@ def scalar_cases() -> list[Case]:
         ("d", "mov.b64 q, {{%a0, %a1}}; shr.s64 {d}, q, %a2;"),
     ]
     cases.append(scalar_case("integers", lines, int_inputs("integers")))
-    approx = ["ex2.approx.f32", "ex2.approx.ftz.f32", "lg2.approx.f32", "rcp.approx.f32", "rcp.approx.ftz.f32",
+    approx = ["ex2.approx.f32", "ex2.approx.ftz.f32", "rcp.approx.f32", "rcp.approx.ftz.f32",
               "rsqrt.approx.f32", "rsqrt.approx.ftz.f32", "sqrt.approx.f32"]  # fmt: skip
     rng = _rng("approx")
     x = np.concatenate([SPECIALS, rng.uniform(-150, 130, 480).astype(np.float32).view(np.uint32),
@@ -207,6 +208,11 @@ def scalar_cases() -> list[Case]:
     cases.append(
         scalar_case("approximations", [("r", f"{op} {{d}}, %a0;") for op in approx], [x, x, x], ulp=4)
     )
+    logs = scalar_case(
+        "logarithm", [("r", f"lg2.approx{f}.f32 {{d}}, %a0;") for f in ("", ".ftz")], [x] * 3, ulp=4
+    )
+    logs.absolute = 2.0**-21.5  # near 1, where the ISA states an absolute error
+    cases.append(logs)
     shuffles = [("r", f"shfl.sync.{m}.b32 {{d}}, %a0, {b}, {c}, -1;")
                 for m, b, c in (("up", 3, 0), ("down", 5, 31), ("bfly", 7, 31), ("idx", 9, 31), ("up", 2, 0x1800),
                                 ("down", 3, 0x181F), ("bfly", 9, 0x101F), ("idx", 3, 0x181F))]  # fmt: skip

@@ -48,10 +48,18 @@ def golden():
 @pytest.mark.parametrize("name", CASES)
 def test_matches_hardware(name: str, golden):
     case = CASES[name]
+    if f"{name}/error" in golden:
+        with pytest.raises(AssertionError, match="error"):
+            simulate(case, Schedule.early())
+        return
     for i, out in zip(case.outputs, simulate(case, Schedule.early()), strict=True):
         want = golden[f"{name}/{i}"]
         if case.ulp is not None:
-            worst = ulp_distance(out, want).max()
+            distance = ulp_distance(out, want)
+            values = [x.astype(np.uint32).view(np.float32) for x in (out, want)]
+            with np.errstate(invalid="ignore"):
+                distance[abs(values[0] - values[1]) <= case.absolute] = 0
+            worst = distance.max()
             assert worst <= case.ulp, f"{worst} ulp"
             continue
         assert out.dtype == want.dtype
@@ -62,5 +70,7 @@ def test_matches_hardware(name: str, golden):
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith(("tma", "mbarrier", "wgmma"))])
 def test_late_schedule_gives_the_same(name: str, golden):
     case = CASES[name]
+    if f"{name}/error" in golden:
+        pytest.skip("the hardware rejects it")
     for i, out in zip(case.outputs, simulate(case, Schedule.late()), strict=True):
         assert (out.view(np.uint8) == golden[f"{name}/{i}"].view(np.uint8)).all()

@@ -48,8 +48,9 @@ class Worker:
 
     `render(job, context)` is a function of an importable module; it runs in the child and returns a
     `Result`. `options` (JSON-able) reach it as `context.options`. A cancelled job that has not stopped
-    `cancel_grace` seconds later is killed with its child. No job is taken while less than `min_free` bytes
-    are free. The child is restarted after a crash, and dies with this process.
+    `cancel_grace` seconds later is killed with its child. `lookahead` pending jobs are shown to the
+    function as `context.upcoming`. No job is taken while less than `min_free` bytes are free. The child is
+    restarted after a crash, and dies with this process.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Worker:
         cancel_grace: float = 60.0,
         start_timeout: float = 300.0,
         min_free: int = 256 << 20,
+        lookahead: int = 0,
     ) -> None:
         self.store = store
         self.name = name or device
@@ -78,6 +80,7 @@ class Worker:
         self._cancel_grace = cancel_grace
         self._start_timeout = start_timeout
         self._min_free = min_free
+        self._lookahead = lookahead
         self._child: ChildProcess | None = None
         self._attempt: _Attempt | None = None
         self._stopping = threading.Event()
@@ -168,7 +171,8 @@ class Worker:
         except StoreError as error:
             self._end(self.store.interrupt, token, str(error), requeue=True)
             return
-        child.send(type="run", fence=token.fence, work=str(work), job=_to_dict(job))
+        jobs = [_to_dict(each) for each in (job, *self._upcoming())]
+        child.send(type="run", fence=token.fence, work=str(work), jobs=jobs)
         self._attempt = attempt
         # A cancellation or a stop between claim and here has found no attempt to stop.
         if self.store.get(job.id).cancel_requested:
@@ -271,6 +275,12 @@ class Worker:
             self._stopping.wait(min(_BACKOFF_LIMIT, 2.0 ** (self._failed_starts - 1)))
         return None
 
+    def _upcoming(self) -> list[Job]:
+        if not self._lookahead:
+            return []
+        first = self.store.queue(limit=self._lookahead, offset=self.store.counts()[JobState.RUNNING])
+        return [job for job in first if job.state is JobState.PENDING]
+
     def _no_room(self) -> str | None:
         free = shutil.disk_usage(self.store.folder).free
         if free >= self._min_free:
@@ -300,4 +310,4 @@ class Worker:
 
 
 def _to_dict(job: Job) -> dict[str, Any]:
-    return {name: getattr(job, name) for name in Job.__slots__} | {"state": JobState.RUNNING.value}
+    return {name: getattr(job, name) for name in Job.__slots__}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_char, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
 OK, UNSUPPORTED, CUDA_ERROR = 0, 1, 2
@@ -47,6 +48,10 @@ class Call(ctypes.Structure):
         ("stream", c_void_p),
         ("workspace", c_void_p),
     )
+
+
+# The same bytes as Call, its fields in order.
+PACKED_CALL = struct.Struct("=Iiii5q" + "Qqqq" * 4 + "QQfiiiQQ")
 
 
 class TensorMap(ctypes.Structure):
@@ -97,7 +102,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "videoattn_plan": ((ctypes.POINTER(Call), ctypes.POINTER(Plan), *message), ctypes.c_int),
         "videoattn_plan_merge": ((ctypes.POINTER(Call), ctypes.POINTER(Plan), *message), ctypes.c_int),
         "videoattn_workspace_bytes": ((ctypes.POINTER(Call),), ctypes.c_uint64),
-        "videoattn_attention": ((ctypes.POINTER(Call), *message), ctypes.c_int),
+        # A Call by reference, or PACKED_CALL's bytes.
+        "videoattn_attention": ((ctypes.c_void_p, *message), ctypes.c_int),
         "videoattn_check_device": ((ctypes.c_int, *message), ctypes.c_int),
         "videoattn_build_info": ((), ctypes.c_char_p),
     }

@@ -70,6 +70,8 @@ def _arith(g: Emitter, ins: Instr) -> None:
             expr = f"sc.mul_rounded({x}, {y}, {mode!r})"
         else:
             expr = f"sc.add_rounded({x}, {'-' if name == 'sub' else ''}{y}, {mode!r})"
+        if typ != "f64":
+            expr = f"sc.canonical({expr})"
         if "ftz" in mods:
             expr = f"sc.ftz({expr})"
         if "sat" in mods:
@@ -159,6 +161,7 @@ def _fma(g: Emitter, ins: Instr) -> None:
         x, y, z = (_flushed(g, g.src(v, typ), mods) for v in (a, b, c))
         mode = next((_ROUND[m] for m in mods if m in _ROUND), "n")
         expr = f"sc.fma({x}, {y}, {z})" if mode == "n" else f"sc.fma_rounded({x}, {y}, {z}, {mode!r})"
+        expr = f"sc.canonical({expr})"
         if "ftz" in mods:
             expr = f"sc.ftz({expr})"
         if "sat" in mods:
@@ -182,7 +185,7 @@ def _div(g: Emitter, ins: Instr) -> None:
     if typ in ("f32", "f64"):
         mods = _only(g, ins, "rn", "ftz", "approx", "full")
         x, y = (_flushed(g, g.src(v, typ), mods) for v in (a, b))
-        expr = f"{x} / {y}"
+        expr = f"{x} / {y}" if typ == "f64" else f"sc.canonical({x} / {y})"
         g.write(d, f"sc.ftz({expr})" if "ftz" in mods else expr, typ)
         return
     _only(g, ins)
@@ -208,7 +211,7 @@ def _minmax(g: Emitter, ins: Instr) -> None:
         expr = f"{fn}({xs[0]}, {xs[1]})"
         if len(xs) == 3:
             expr = f"{fn}({expr}, {xs[2]})"
-        g.write(d, expr, typ)
+        g.write(d, f"sc.canonical({expr})", typ)
     elif typ == "f64":
         g.write(d, f"np.f{name}({g.src(srcs[0], typ)}, {g.src(srcs[1], typ)})", typ)
     elif typ in _INT:
@@ -249,7 +252,8 @@ def _unary(g: Emitter, ins: Instr) -> None:
             g.write(d, f"{g.fill(0, DTYPES[u])} - {g.src(a, u)}", u)
         else:
             x = _flushed(g, g.src(a, typ), mods)
-            g.write(d, f"-{x}" if name == "neg" else f"abs({x})", typ)
+            expr = f"-{x}" if name == "neg" else f"abs({x})"
+            g.write(d, f"sc.canonical({expr})" if typ in ("f32", "f32x2") else expr, typ)
     else:
         raise g.bad()
 
@@ -350,7 +354,7 @@ def _special(g: Emitter, ins: Instr) -> None:
     name = ins.parts[0]
     if typ == "f32":
         x = _flushed(g, g.src(a, typ), mods)
-        expr = f"np.sqrt({x})" if name == "sqrt" else f"sc.{name}({x})"
+        expr = f"sc.canonical({f'np.sqrt({x})' if name == 'sqrt' else f'sc.{name}({x})'})"
         g.write(d, f"sc.ftz({expr})" if "ftz" in mods else expr, typ)
     elif name == "ex2" and typ in ("f16", "f16x2", "bf16", "bf16x2"):
         g.write(d, _half_out(f"sc.ex2({_half_in(g, a, typ)})", typ), typ)

@@ -86,7 +86,7 @@ def _float_to_float(g: Emitter, ins: Instr, dtype: str, stype: str, mods: set[st
             x = f"{x}.astype(_f4)"
         if "sat" in mods:
             x = f"sc.saturate({x})"
-        g.write(d, x, "f32")
+        g.write(d, x if stype == "bf16" else f"sc.canonical({x})", "f32")
     elif dtype == "f64":
         g.write(d, f"{x}.astype(_f8)", "f64")
     elif dtype == "bf16" and (stype == "f32" or wide) and frnd in ("n", "z", None):
@@ -104,5 +104,5 @@ def _packed(g: Emitter, ins: Instr, dtype: str, stype: str, mods: set[str]) -> N
     x, y = g.src(hi, "f32"), g.src(lo, "f32")
     if "relu" in mods:
         zero = g.fill(0.0, "f4")
-        x, y = f"sc.fmax({x}, {zero})", f"sc.fmax({y}, {zero})"
+        x, y = f"sc.max_nan({x}, {zero})", f"sc.max_nan({y}, {zero})"
     g.write(d, f"sc.pack_{dtype}({x}, {y})", "b32")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .errors import LaunchError
-from .launch import Device, Module, Report
+from .launch import Device, Kernel, Module, Report
 from .scalar import bf16_to_f32, f32_to_bf16
 from .schedule import Schedule
 from .tensormap import TensorMap
@@ -121,9 +121,9 @@ def inputs(heads: int, q_len: int, kv_len: int, dtype: str, seed: int = 0, head_
     return [decode(encode(rng.standard_normal((heads, n, head_dim)), dtype), dtype) for n in shapes]
 
 
-def run_step(step: Step, module: Module, *, heads: int = 1, q_len: int = 256, kv_len: int = 256,
+def run_step(step: Step, module: Module | Kernel, *, heads: int = 1, q_len: int = 256, kv_len: int = 256,
              schedule: Schedule | None = None, operands=None, ctas: int | None = None, roles=None,
-             trace: bool = False) -> Outcome:  # fmt: skip
+             trace: bool = False, limit: int = 50_000_000) -> Outcome:  # fmt: skip
     """Launch a step and compare with fp32 attention.
 
     heads is batch times heads. operands: (q, k, v) f32 arrays [heads, len, 128] holding values of the step's type;
@@ -147,8 +147,9 @@ def run_step(step: Step, module: Module, *, heads: int = 1, q_len: int = 256, kv
         values[name] = TensorMap(buf, dtype=element, dims=(128, rows), strides=(256,), box=m["box"],
                                  swizzle=m["swizzle"], l2_promotion=m["l2_promotion"])  # fmt: skip
     grid = min(items, ctas or device.sm_count) if step.persistent else items
-    report = device.launch(module.entry(step.kernel), grid=grid, block=step.block, dynamic_smem=step.dynamic_smem,
-                           args=[values[a] for a in step.args], schedule=schedule, roles=roles, trace=trace)  # fmt: skip
+    kernel = module.entry(step.kernel) if isinstance(module, Module) else module
+    report = device.launch(kernel, grid=grid, block=step.block, dynamic_smem=step.dynamic_smem,
+                           args=[values[a] for a in step.args], schedule=schedule, roles=roles, trace=trace, limit=limit)  # fmt: skip
     got = decode(out.download(), step.dtype)
     ref, bound = reference(q, k, v, step.dtype)
     error = float(np.abs(got - ref).max()) if np.isfinite(got).all() else math.inf

@@ -136,12 +136,12 @@ class Device:
 
     def launch(self, kernel: Kernel, *, grid=(1, 1, 1), block=(1, 1, 1), cluster=(1, 1, 1), dynamic_smem: int = 0,
                args=(), schedule: Schedule | None = None, registers: int | None = None, roles=None,
-               trace: bool = False) -> Report:  # fmt: skip
+               trace: bool = False, limit: int = 50_000_000) -> Report:  # fmt: skip
         """Run a kernel to its end, or until nothing can move.
 
         args: Buffer, TensorMap, int or float by the declared type, bytes for structs and opaque parameters.
         registers: ptxas's count a thread, for setmaxnreg arithmetic. roles: role name -> warp indices, for counts.
-        trace: keep events in the report. Raises LaunchError for impossible launches, UnsupportedInstruction when
+        trace: keep events in the report. limit: basic blocks after which a launch counts as endless. Raises LaunchError for impossible launches, UnsupportedInstruction when
         execution reaches something outside the model.
         """
         program = kernel.program
@@ -152,6 +152,7 @@ class Device:
         params, keep = _pack(kernel.entry, args)
         schedule = schedule or Schedule.early()
         machine = Machine(program, grid, block, cluster, dynamic_smem, params, schedule, self, registers)
+        machine.max_steps = limit
         start = time.perf_counter()
         try:
             machine.run()

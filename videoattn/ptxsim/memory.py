@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import re
 
 import numpy as np
 
@@ -12,6 +13,20 @@ from .hb import Shadow
 SHARED_BASE = 1024  # the driver keeps the first KiB of each CTA's window
 _GUARD = 1 << 16
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def readable(symbol: str) -> str:
+    """A mangled name's last part: _ZZ3fooE3bar is bar."""
+    parts, i = [], 0
+    while symbol.startswith("_Z") and i < len(symbol):
+        m = re.match(r"\d+", symbol[i:])
+        if not m:
+            i += 1
+            continue
+        i += m.end()
+        parts.append(symbol[i : i + int(m.group())])
+        i += int(m.group())
+    return parts[-1] if parts else symbol
 
 
 class Buffer:
@@ -112,5 +127,5 @@ class SharedMemory:
         for start, size, symbol in self.names:
             if start <= offset and (not size or offset < start + size):
                 delta = offset - start
-                best = symbol if not delta else f"{symbol}+{delta:#x}"
+                best = readable(symbol) if not delta else f"{readable(symbol)}+{delta:#x}"
         return best

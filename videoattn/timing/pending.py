@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from videoattn.dispatch import AttentionCall
+from videoattn.dispatch import AttentionCall, Kind
 from videoattn.timing.clock import Clock, Span
 from videoattn.timing.compare import Slots
 from videoattn.timing.log import ArmTime, CallRow, ForwardTime, Mark, StageTime, TimingLog
@@ -45,7 +45,7 @@ class Stage:
 
     clip: str | None
     name: str | None
-    layers: Mapping[str, int]
+    layers: Mapping[Kind, int]
     began: float = 0.0
     seconds: float = 0.0
     shadow_seconds: float = 0.0

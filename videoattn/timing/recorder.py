@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from videoattn.dispatch import AttentionCall, Choice
+from videoattn.dispatch import AttentionCall, Choice, Kind
 from videoattn.timing.clock import Clock, CudaClock, clock_for
 from videoattn.timing.compare import Slots, arm_names, max_abs_difference, refusal, refuse_idle_arms
 from videoattn.timing.log import CallRow, TimingLog
@@ -120,7 +120,7 @@ class Recording:
         *,
         clip: str | None = None,
         stage: str | None = None,
-        layers: Mapping[str, int] | None = None,
+        layers: Mapping[Kind, int] | None = None,
     ) -> None:
         """Start a stage; the one before ends here.
 
@@ -137,7 +137,7 @@ class Recording:
             Stage(
                 before.clip if clip is None else clip,
                 stage,
-                dict(before.layers if layers is None else layers),
+                before.layers if layers is None else dict(layers),
             )
         )
 
