@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,13 +121,16 @@ class _Renderer:
     def _attempt(self, job: Job, settings: RenderJob, context: Context) -> RenderResult:
         listener = _Listener(context)
         prepared = self._renderer.check(settings)
+        prepared_in = 0.0
         if job.hash not in self._encoded:
+            started = time.monotonic()
             ahead = [job, *context.upcoming]
             same = [prepared, *self._check_others(context.upcoming)]
             self._renderer.prepare(same, listener)
             self._encoded = {each.hash for each in ahead}
+            prepared_in = time.monotonic() - started
         timing = context.work / "timing.jsonl" if job.payload["timing"] else None
-        return self._renderer.render(
+        result = self._renderer.render(
             prepared,
             output=context.work / "clip.mp4",
             poster=context.work / "poster.png",
@@ -133,6 +138,7 @@ class _Renderer:
             compare=tuple(job.payload["compare"]),
             progress=listener,
         )
+        return replace(result, load_seconds=result.load_seconds + prepared_in)
 
     def _check_others(self, jobs: Any) -> list[Any]:
         """The jobs that can be rendered; one that can't will say so in its own turn."""
