@@ -94,8 +94,9 @@ def test_a_batch_with_a_failure_its_reports_export_and_resume(tmp_path, job_file
         assert store.path(store.by_name("square"), "timing").is_file()
         assert store.get(1).origin == {"file": "jobs.json", "row": 1, "line": 1}
 
-    rows = list(csv.DictReader(open(out / "report.csv", newline="")))
-    assert [row["state"] for row in rows] == ["done", "done", "done", "failed"]
+    with open(out / "report.csv", newline="") as sheet:
+        rows = list(csv.DictReader(sheet))
+    assert [row["state"] for row in rows] == ["done", "done", "failed", "done"]
     assert {row["name"]: row["row"] for row in rows}["broken"] == "2"
     done = [row for row in rows if row["state"] == "done"]
     assert all(0 < float(row["attention_share"]) < 1 for row in done)
@@ -109,8 +110,8 @@ def test_a_batch_with_a_failure_its_reports_export_and_resume(tmp_path, job_file
     assert "&lt;b&gt;no &amp; kernel&lt;/b&gt;" in page
 
     assert "4 jobs" in run("-o", out, "--export", tmp_path / "all.jsonl")
-    exported = [json.loads(line) for line in open(tmp_path / "all.jsonl")]
-    assert [each["state"] for each in exported] == ["done", "done", "failed", "done"]
+    exported = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    assert [each["state"] for each in exported] == ["done", "done", "done", "failed"]
     assert Path(exported[0]["clip"]).is_file()
 
     before = {name: (out / name).stat().st_mtime_ns for name in made}

@@ -142,7 +142,9 @@ def _render(
     options = Options(devices, retries, timing, compare, resume, local_files_only)
     outcome = run(planned, output, options, view_for(err), note=_say)
     with StoreReader(output) as store:
-        page, sheet = report.write(store, outcome.ids)
+        # The run's order avoids reloads; a reader looks for the file's.
+        rows = sorted(zip(planned, outcome.ids, strict=True), key=lambda each: each[0].place.row or 0)
+        page, sheet = report.write(store, [job for _, job in rows])
         for job in outcome.failed:
             failed = store.get(job)
             where = failed.origin or {}
