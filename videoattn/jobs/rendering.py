@@ -94,11 +94,19 @@ class _Renderer:
             warn=self._warn,
         )
         self._encoded: set[str] = set()
+        # The offload level to begin with for a model and size, where a lower one did not fit.
+        self._fitting: dict[tuple[Any, ...], str] = {}
 
     def render(self, job: Job, context: Context) -> Result:
         self._warnings.clear()
         settings = RenderJob.parse(job.payload["job"])
         notes: list[str] = []
+        memory = (settings.model, settings.width, settings.height, settings.num_frames)
+        if job.payload["allow_offload"] and memory in self._fitting:
+            settings = settings.model_copy(update={"offload": self._fitting[memory]})
+            notes.append(
+                f"rendered with offload {settings.offload}, since a job like it ran out of GPU memory"
+            )
         while True:
             try:
                 result = self._attempt(job, settings, context)
@@ -112,11 +120,13 @@ class _Renderer:
                 if following is None:
                     raise
                 notes.append(
-                    f"out of GPU memory with offload {settings.offload}: rendered with offload {following}"
+                    f"out of GPU memory with offload {settings.offload}, so offload {following} was used"
                 )
                 print(f"job {job.id}: {notes[-1]}", file=sys.stderr)
                 settings = settings.model_copy(update={"offload": following})
+                self._fitting[memory] = following
                 self._renderer.close()
+                self._encoded.clear()
 
     def _attempt(self, job: Job, settings: RenderJob, context: Context) -> RenderResult:
         listener = _Listener(context)
