@@ -19,7 +19,7 @@ extern "C" int videoattn_attention(const VideoattnCall* call, char* text, size_t
         return message.fail(VIDEOATTN_UNSUPPORTED, "the caller's VideoattnCall has %u bytes, the library's has %zu",
                             call->struct_bytes, sizeof(VideoattnCall));
     VideoattnCall resolved = *call;
-    if (call->arch == 0 || (call->grid == 0 && call->num_sms == 0)) {
+    if (call->arch == 0 || call->num_sms == 0) {
         videoattn::DeviceFacts facts;
         const int status = videoattn::device_facts(call->device, &facts, message);
         if (status != VIDEOATTN_OK) return status;
@@ -27,8 +27,11 @@ extern "C" int videoattn_attention(const VideoattnCall* call, char* text, size_t
         if (call->num_sms == 0) resolved.num_sms = facts.num_sms;
     }
     VideoattnPlan plan;
-    const int status = videoattn_plan(&resolved, &plan, text, bytes);
-    if (status != VIDEOATTN_OK) return status;
+    int status = videoattn_plan(&resolved, &plan, text, bytes);
+    if (status == VIDEOATTN_OK) status = videoattn::launch_plan(plan, call->device, call->stream, message);
+    if (status != VIDEOATTN_OK || call->workspace == nullptr) return status;
+    status = videoattn_plan_merge(&resolved, &plan, text, bytes);
+    if (status != VIDEOATTN_OK || plan.grid[0] == 0) return status;
     return videoattn::launch_plan(plan, call->device, call->stream, message);
 }
 

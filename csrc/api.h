@@ -40,8 +40,9 @@ typedef struct VideoattnCall {
     float scale;                // softmax(scale * q k^T)
     int32_t grid;               // CTAs to launch; 0: as many as the device runs at once
     int32_t num_sms;            // streaming multiprocessors the plan may count on; 0 asks the device
-    uint32_t flags;             // reserved, 0
+    int32_t splits;             // parts of the keys worked on at once; 0: chosen by the planner
     void* stream;               // cudaStream_t
+    void* workspace;            // videoattn_workspace_bytes bytes on the device; null: keys are never split
 } VideoattnCall;
 
 // Arguments of cuTensorMapEncodeTiled; enum fields carry the driver's values. Interleave is none and element
@@ -81,6 +82,13 @@ typedef struct VideoattnPlan {
 // Shapes, strides and options to tensor maps, grid, shared memory and kernel arguments. Calls no CUDA function.
 VIDEOATTN_EXPORT int videoattn_plan(const VideoattnCall* call, VideoattnPlan* plan, char* message,
                                     size_t message_bytes);
+
+// Plan of the kernel that merges the parts of a split call; grid[0] is 0 where the keys are not split.
+VIDEOATTN_EXPORT int videoattn_plan_merge(const VideoattnCall* call, VideoattnPlan* plan, char* message,
+                                          size_t message_bytes);
+
+// Device bytes that splitting the keys takes; 0: they are not split. Needs arch and num_sms, reads no address.
+VIDEOATTN_EXPORT uint64_t videoattn_workspace_bytes(const VideoattnCall* call);
 
 // Plans the call and launches its kernel on call->stream. Never synchronises.
 VIDEOATTN_EXPORT int videoattn_attention(const VideoattnCall* call, char* message, size_t message_bytes);

@@ -11,12 +11,17 @@ from videoattn.version import __version__
 
 if TYPE_CHECKING:
     from videoattn.attention import attention
+    from videoattn.processors.install import install
     from videoattn.timing import record_timing
 
-__all__ = ["__version__", "attention", "record_timing"]
+__all__ = ["__version__", "attention", "install", "record_timing"]
 
 # Imported when first asked for, so that the command answers --help and reads a clip without loading torch.
-_HOMES = {"attention": "videoattn.attention", "record_timing": "videoattn.timing"}
+_HOMES = {
+    "attention": "videoattn.attention",
+    "install": "videoattn.processors.install",
+    "record_timing": "videoattn.timing",
+}
 
 
 def __getattr__(name: str) -> Any:

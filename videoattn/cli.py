@@ -19,6 +19,8 @@ from videoattn.version import __version__
 
 USAGE, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
+DEFAULT_JOB = RenderJob()
+
 app = App(
     name="videoattn",
     version=__version__,
@@ -34,7 +36,7 @@ def render(
     prompt: str | None = None,
     /,
     *,
-    settings: Annotated[RenderJob, Parameter(name="*")] = RenderJob(),
+    settings: Annotated[RenderJob, Parameter(name="*")] = DEFAULT_JOB,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     from_: Annotated[Path | None, Parameter(name="--from")] = None,
     poster: Path | None = None,
@@ -71,24 +73,34 @@ def render(
     arms = tuple(arm.strip() for arm in compare.split(",") if arm.strip())
     _check_arms(arms)
 
+    from videoattn.render.checks import check, check_places
+    from videoattn.render.files import StagedFiles, unused_name
+    from videoattn.render.settings import work
+
+    prepared = check(job, local_files_only=local_files_only, warn=_warn)
+    resolved = prepared.job
+    place = output or unused_name(resolved.prompt, resolved.seed)
+    check_places(place, poster=poster, preview=preview, timing=timing)
+    with StagedFiles() as trial:
+        for each in (place, poster, preview, timing):
+            if each is not None:
+                trial.stage(each)
+    err.print(
+        f"{prepared.info.name}, {resolved.recipe}: {resolved.width}x{resolved.height}, {resolved.num_frames} "
+        f"frames, {work(resolved)}, seed {resolved.seed}",
+        markup=False,
+    )
+
     from videoattn.render import models
     from videoattn.render.progress import Terminal
     from videoattn.render.run import Renderer
-    from videoattn.render.settings import work
 
     models.quiet()
     renderer = Renderer(device=device, local_files_only=local_files_only, warn=_warn)
-    prepared = renderer.check(job)
-    resolved = prepared.job
-    err.print(
-        f"{prepared.info.name}, {resolved.recipe}: {resolved.width}x{resolved.height}, {resolved.num_frames} "
-        f"frames, {work(resolved)}, {resolved.dtype}, seed {resolved.seed}",
-        markup=False,
-    )
     with Terminal(err) as progress:
         result = renderer.render(
             prepared,
-            output=output,
+            output=place,
             poster=poster,
             preview=preview,
             timing=timing,
@@ -101,10 +113,9 @@ def render(
         err.print(result.report)
     if result.total_seconds is not None:
         err.print(f"{result.total_seconds:.1f} s without loading, {result.load_seconds:.1f} s loading")
-    for path in (poster, preview, timing):
+    for path in (poster, preview, timing, result.path):
         if path is not None:
             out.print(str(path), markup=False)
-    out.print(str(result.path), markup=False)
 
 
 @app.command
@@ -204,6 +215,8 @@ def _on_terminate(number: int, frame: Any) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns 0, 1 for a failure, 2 for bad usage, 130 after Ctrl-C, 143 after SIGTERM."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # With another busy process beside it, OpenMP's spinning threads make a CPU render several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     previous = signal.signal(signal.SIGTERM, _on_terminate)
     try:
         tokens = sys.argv[1:] if arguments is None else arguments
@@ -226,5 +239,3 @@ def main(arguments: list[str] | None = None) -> int:
         return FAILURE
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-

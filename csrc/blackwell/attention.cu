@@ -120,7 +120,6 @@ VIDEOATTN_BLACKWELL_KERNEL(videoattn_blackwell_d128_fp16, Config128, __half)
 VIDEOATTN_BLACKWELL_KERNEL(videoattn_blackwell_d64_bf16, Config64, __nv_bfloat16)
 VIDEOATTN_BLACKWELL_KERNEL(videoattn_blackwell_d64_fp16, Config64, __half)
 
-#define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
 
 namespace videoattn {
 

@@ -60,7 +60,7 @@ struct LoadedKernel {
 };
 
 LoadedKernel find_kernel(const char* name) {
-    const KernelList lists[] = {hopper_kernels(), blackwell_kernels()};
+    const KernelList lists[] = {hopper_kernels(), blackwell_kernels(), merge_kernels()};
     int slot = 0;
     for (const KernelList& list : lists)
         for (int i = 0; i < list.count; ++i, ++slot)
@@ -138,7 +138,7 @@ int launch_plan(const VideoattnPlan& plan, int device, void* stream, const Messa
     // Set once per kernel and device; the runtime would look the kernel up again on every call.
     static std::atomic<bool> configured[kMaxDevices][kMaxKernels];
     std::atomic<bool>& ready = configured[device][kernel.slot];
-    if (!ready.load(std::memory_order_acquire)) {
+    if (plan.dynamic_smem > 0 && !ready.load(std::memory_order_acquire)) {
         const cudaError_t error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                        static_cast<int>(plan.dynamic_smem));
         if (error != cudaSuccess) return cuda_error(message, plan.kernel, error);

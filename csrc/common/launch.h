@@ -15,8 +15,11 @@ struct KernelList {
     int count;
 };
 
+#define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
+
 KernelList hopper_kernels();
 KernelList blackwell_kernels();
+KernelList merge_kernels();
 
 struct DeviceFacts {
     int arch;  // compute capability without its dot

@@ -50,7 +50,23 @@ void add_args(VideoattnPlan* plan, const Args& args) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// How many parts of the keys to work on at once, so that `items` (query tiles of one batch entry) fill the device:
+// the least ceil(items * splits / num_sms) waves of ceil(blocks / splits) key blocks. Batch does not enter, so that
+// an entry's result does not depend on its neighbours.
+int choose_splits(int64_t items, int64_t blocks, int num_sms);
+
+// A workspace's two parts: fp32 outputs (splits, batch, heads, q_len, head_dim), then LSEs (splits, batch, heads,
+// q_len).
+struct Workspace {
+    uint64_t output_bytes;
+    uint64_t lse_bytes;
+};
+Workspace workspace_of(const VideoattnCall& call, int splits);
+
 int plan_hopper(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
 int plan_blackwell(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
+int splits_hopper(const VideoattnCall& call);
+
+int plan_merge(const VideoattnCall& call, int splits, VideoattnPlan* plan, const Message& message);
 
 }  // namespace videoattn

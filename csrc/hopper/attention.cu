@@ -28,27 +28,40 @@
 namespace videoattn::hopper {
 namespace {
 
+// 64 kConsumers query rows against a run of key blocks of one head.
 struct Tile {
-    int batch, head, row, length, blocks;  // first query row, valid keys, key tiles
+    int batch, head, row;     // first query row
+    int split, first_block, blocks;
+    int tail;      // valid keys of the last block
+    bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
 };
 
 template <typename C>
 __device__ __forceinline__ Tile locate(const Args& args, int index) {
     Tile tile;
-    const int pair = index / args.q_tiles;
-    tile.row = (index - pair * args.q_tiles) * C::kTileM;
-    tile.batch = pair / args.heads;
-    tile.head = pair - tile.batch * args.heads;
-    tile.length = args.kv_len;
-    if (args.kv_lengths != nullptr) tile.length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
-    tile.blocks = (tile.length + C::kTileN - 1) / C::kTileN;
+    int rest = index / args.q_tiles;
+    tile.row = (index - rest * args.q_tiles) * C::kTileM;
+    tile.split = rest;
+    if (args.splits > 1) {
+        rest /= args.splits;
+        tile.split -= rest * args.splits;
+    } else {
+        tile.split = 0;
+    }
+    tile.batch = rest / args.heads;
+    tile.head = rest - tile.batch * args.heads;
+    int length = args.kv_len;
+    if (args.kv_lengths != nullptr) length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
+    const int blocks = (length + C::kTileN - 1) / C::kTileN;
+    tile.first_block = 0;
+    tile.blocks = blocks;
+    if (args.splits > 1) {
+        tile.first_block = static_cast<int>(static_cast<int64_t>(blocks) * tile.split / args.splits);
+        tile.blocks = static_cast<int>(static_cast<int64_t>(blocks) * (tile.split + 1) / args.splits) - tile.first_block;
+    }
+    tile.tail = min(C::kTileN, length - (tile.first_block + tile.blocks - 1) * C::kTileN);
+    tile.clear = tile.tail < C::kTileN && length < args.kv_len;
     return tile;
-}
-
-// Rows past the length that the tensor does hold: TMA brings them, and 0 * NaN would reach O.
-template <typename C>
-__device__ __forceinline__ bool needs_clearing(const Args& args, const Tile& tile) {
-    return tile.length < args.kv_len && tile.length % C::kTileN != 0;
 }
 
 template <typename C>
@@ -103,7 +116,8 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
         for (int block = tile.blocks - 1; block >= 0; --block) {
             barrier_wait(smem.k_empty(keys.stage), keys.phase ^ 1);
             barrier_expect_bytes(smem.k_full(keys.stage), C::kKvBytes);
-            tma_load(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), block * C::kTileN, tile.head, tile.batch);
+            const int row = (tile.first_block + block) * C::kTileN;
+            tma_load(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
             keys.advance();
             if (block == tile.blocks - 1) {
                 for (int group = 0; group < C::kConsumers; ++group) {
@@ -115,7 +129,7 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
                 q_phase ^= 1;
             }
             if (value_row >= 0) load_values();
-            value_row = block * C::kTileN;
+            value_row = row;
             value_head = tile.head;
             value_batch = tile.batch;
         }
@@ -133,11 +147,10 @@ __device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const A
         const Tile tile = locate<C>(args, index);
         for (int block = 0; block < tile.blocks; ++block) {
             barrier_wait(smem.v_full(values.stage), values.phase);
-            if (block == 0 && needs_clearing<C>(args, tile)) {
-                const int valid = tile.length % C::kTileN;
+            if (block == 0 && tile.clear) {
                 // 128-byte rows of 64 columns, eight 16-byte pieces each; the swizzle stays inside a row.
                 for (int piece = lane; piece < 8 * kBoxRows; piece += 32)
-                    if (piece / 8 % C::kTileN >= valid) store_zero16(smem.v(values.stage) + 16 * piece);
+                    if (piece / 8 % C::kTileN >= tile.tail) store_zero16(smem.v(values.stage) + 16 * piece);
                 async_proxy_fence();
                 __syncwarp();
                 if (lane == 0) barrier_arrive(smem.v_clean(values.stage));
@@ -171,13 +184,14 @@ struct Consumer {
     static constexpr int kOutputs = C::kHeadDim / 2;
     static constexpr int kQSteps = C::kHeadDim / 16;
     static constexpr int kPSteps = C::kTileN / 16;
-    using Scores = Softmax<C::kTileN>;
+    static constexpr uint32_t kAccumulate = 1, kClear = 2;
+    using Scores = Softmax<C::kTileN, C::kSoftExp2>;
 
     const Shared<C>& smem;
     const int group;
-    Ring<C> keys, values;
-    uint32_t q_phase = 0;
-    uint32_t clean_phases = 0;
+    uint32_t step = 0;  // key blocks whose scores are done; the values of step - 1 come with the scores of step
+    uint32_t phases = 0;  // bit s: of v_clean[s]; bit kStages: of q_full
+    uint32_t pending = 0;  // about the P V to come: kAccumulate, kClear
     uint32_t q[C::kQInRegisters ? kQSteps : 1][4];
 
     __device__ __forceinline__ Consumer(const Shared<C>& smem_, int group_) : smem(smem_), group(group_) {}
@@ -192,8 +206,8 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void take_queries() {
-        barrier_wait(smem.q_full(group), q_phase);
-        q_phase ^= 1;
+        barrier_wait(smem.q_full(group), phases >> C::kStages & 1);
+        phases ^= 1u << C::kStages;
         if constexpr (C::kQInRegisters) {
             const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 #pragma unroll
@@ -205,7 +219,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
-        const uint64_t k = descriptor(smem.k(keys.stage), 16);
+        const uint64_t k = descriptor(smem.k(stage(step)), 16);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kQSteps; ++step) {
@@ -221,20 +235,26 @@ struct Consumer {
         wgmma_commit();
     }
 
-    __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4], int accumulate) {
-        const uint64_t v = descriptor(smem.v(values.stage), C::kTileN * 128);
+    __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4]) {
+        const uint64_t v = descriptor(smem.v(stage(step - 1)), C::kTileN * 128);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kPSteps; ++step)
-            Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 ? 1 : accumulate);
+            Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 ? 1 : pending & kAccumulate);
         wgmma_commit();
     }
 
-    __device__ __forceinline__ void wait_values(bool clear) {
-        barrier_wait(smem.v_full(values.stage), values.phase);
-        if (clear) {
-            barrier_wait(smem.v_clean(values.stage), clean_phases >> values.stage & 1);
-            clean_phases ^= 1u << values.stage;
+    static __device__ __forceinline__ int stage(uint32_t step) { return step % C::kStages; }
+    static __device__ __forceinline__ uint32_t phase(uint32_t step) { return step / C::kStages & 1; }
+
+    __device__ __forceinline__ void wait_keys() { barrier_wait(smem.k_full(stage(step)), phase(step)); }
+
+    __device__ __forceinline__ void wait_values() {
+        const int at = stage(step - 1);
+        barrier_wait(smem.v_full(at), phase(step - 1));
+        if (pending & kClear) {
+            barrier_wait(smem.v_clean(at), phases >> at & 1);
+            phases ^= 1u << at;
         }
     }
 
@@ -242,15 +262,14 @@ struct Consumer {
     __device__ __forceinline__ void run(const CUtensorMap& o_map, const Args& args) {
         float s[kScores], o[kOutputs], factor[2];
         uint32_t p[kPSteps][4];
-        int index = blockIdx.x;
-        Tile tile;
-        if (!next_tile(o_map, args, index, tile)) return;
-        int left = tile.blocks;  // scores of this tile still to be issued
-        bool clear = needs_clearing<C>(args, tile);
-        int accumulate = 0;
+        // Tiles are located anew where they are needed: registers are dearer than the few divisions.
+        int index = next_tile(o_map, args, blockIdx.x);
+        if (index >= args.tiles) return;
+        int left, tail;  // scores of this tile still to be issued, valid keys of its first block
+        pending = start(args, index, left, tail);
 
         take_queries();
-        barrier_wait(smem.k_full(keys.stage), keys.phase);
+        wait_keys();
         take_turn();
         pin(s);
         issue_scores(s);
@@ -259,103 +278,115 @@ struct Consumer {
         pin(s);
         finish_scores(--left == 0);
         Scores softmax(args.scale_log2);
-        if (tile.length % C::kTileN != 0) Scores::mask(s, tile.length % C::kTileN);
+        if (tail < C::kTileN) Scores::mask(s, tail);
         softmax.update_max(s, factor);
         softmax.exponentiate(s);
         Scores::template pack_fragments<Element>(s, p);
+        ++step;
 
         while (true) {
-            const Tile done = tile;
+            const int done = index;
             const bool crossing = left == 0;
+            uint32_t next = kAccumulate;
+            float inverse[2];
             if (crossing) {
-                if (!next_tile(o_map, args, index, tile)) break;
-                left = tile.blocks;
+                index = next_tile(o_map, args, index + gridDim.x);
+                if (index >= args.tiles) {
+                    index = done;
+                    break;
+                }
+                next = start(args, index, left, tail);
+                finish_rows(args, done, softmax, inverse);
                 take_queries();
             }
-            barrier_wait(smem.k_full(keys.stage), keys.phase);
+            wait_keys();
             take_turn();
             pin(s);
             pin(o);
             issue_scores(s);
-            wait_values(clear);
-            issue_output(o, p, accumulate);
+            wait_values();
+            issue_output(o, p);
             pass_turn();
             wgmma_wait<1>();
             pin(s);
             finish_scores(--left == 0);
-            clear = false;
-            accumulate = 1;
+            pending = next;
             if (crossing) {
-                const Scores old = softmax;
-                softmax = Scores(args.scale_log2);
-                if (tile.length % C::kTileN != 0) Scores::mask(s, tile.length % C::kTileN);
-                softmax.update_max(s, factor);
-                softmax.exponentiate(s);
-                wgmma_wait<0>();
-                pin(o);
-                finish_output();
-                Scores::template pack_fragments<Element>(s, p);
-                store(o_map, args, done, o, old);
-                clear = needs_clearing<C>(args, tile);
-                accumulate = 0;
-            } else {
-                const bool rescale = softmax.update_max(s, factor);
-                softmax.exponentiate(s);
-                wgmma_wait<0>();
-                pin(o);
-                finish_output();
-                Scores::template pack_fragments<Element>(s, p);
-                if (rescale) {
+                softmax.reset();
+                if (tail < C::kTileN) Scores::mask(s, tail);
+            }
+            const bool rescale = softmax.update_max(s, factor);
+            softmax.exponentiate(s);
+            wgmma_wait<0>();
+            pin(o);
+            finish_output();
+            ++step;
+            Scores::template pack_fragments<Element>(s, p);
+            if (crossing) {
+                store(o_map, args, done, o, inverse);
+            } else if (rescale) {
 #pragma unroll
-                    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
-                }
+                for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
             }
         }
 
-        wait_values(clear);
+        float inverse[2];
+        finish_rows(args, index, softmax, inverse);
+        wait_values();
         pin(o);
-        issue_output(o, p, accumulate);
+        issue_output(o, p);
         wgmma_wait<0>();
         pin(o);
         finish_output();
-        store(o_map, args, tile, o, softmax);
+        store(o_map, args, index, o, inverse);
     }
 
-    // The next tile that has keys; the ones without get their zeros here.
-    __device__ __forceinline__ bool next_tile(const CUtensorMap& o_map, const Args& args, int& index, Tile& tile) {
+    // The first tile from `index` on that has keys, or one past the last; those without get their zeros here.
+    __device__ __forceinline__ int next_tile(const CUtensorMap& o_map, const Args& args, int index) {
         for (; index < args.tiles; index += gridDim.x) {
-            const Tile found = locate<C>(args, index);
-            if (found.blocks > 0) {
-                tile = found;
-                index += gridDim.x;
-                return true;
-            }
-            store_empty(o_map, args, found);
+            const Tile tile = locate<C>(args, index);
+            if (tile.blocks > 0) break;
+            store_empty(o_map, args, tile);
         }
-        return false;
+        return index;
+    }
+
+    __device__ __forceinline__ uint32_t start(const Args& args, int index, int& left, int& tail) {
+        const Tile tile = locate<C>(args, index);
+        left = tile.blocks;
+        tail = tile.tail;
+        return tile.clear ? kClear : 0;
     }
 
     __device__ __forceinline__ void finish_scores(bool last) {
-        release(smem.k_empty(keys.stage));
-        keys.advance();
+        release(smem.k_empty(stage(step)));
         if (!C::kQInRegisters && last) release(smem.q_empty(group));
     }
 
     __device__ __forceinline__ void finish_output() {
-        release(smem.v_empty(values.stage));
-        values.advance();
+        release(smem.v_empty(stage(step - 1)));
     }
 
-    __device__ __forceinline__ void store(const CUtensorMap& o_map, const Args& args, const Tile& tile,
-                                          float (&o)[kOutputs], const Scores& softmax) {
-        const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-        float inverse[2];
+    // A finished tile's LSEs, and what its O is to be multiplied by.
+    __device__ __forceinline__ void finish_rows(const Args& args, int index, const Scores& softmax,
+                                                float (&inverse)[2]) {
+        const Tile tile = locate<C>(args, index);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float sum = quad_sum(softmax.row_sum[row]);
             inverse[row] = 1.0f / sum;
             write_lse(args, tile, row, softmax.row_max[row] * args.scale + logf(sum));
         }
+    }
+
+    __device__ __forceinline__ void store(const CUtensorMap& o_map, const Args& args, int index,
+                                          const float (&o)[kOutputs], const float (&inverse)[2]) {
+        const Tile tile = locate<C>(args, index);
+        if (args.splits > 1) {
+            store_partial(args, tile, o, inverse);
+            return;
+        }
+        const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
         open_output();
 #pragma unroll
         for (int step = 0; step < kQSteps; ++step) {
@@ -370,18 +401,48 @@ struct Consumer {
 
     __device__ __forceinline__ void store_empty(const CUtensorMap& o_map, const Args& args, const Tile& tile) {
         for (int row = 0; row < 2; ++row) write_lse(args, tile, row, -INFINITY);
+        if (args.splits > 1) {
+            float o[kOutputs] = {}, inverse[2] = {};
+            store_partial(args, tile, o, inverse);
+            return;
+        }
         open_output();
         for (int piece = threadIdx.x % 128; piece < C::kGroupBytes / 16; piece += 128)
             store_zero16(smem.o(group) + 16 * piece);
         send_output(o_map, args, tile);
     }
 
+    // The thread's query row: `row` 0 or 1 of its two.
+    __device__ __forceinline__ int position(const Tile& tile, int row) const {
+        const int thread = threadIdx.x % 128;
+        return tile.row + group * kGroupRows + thread / 32 * 16 + thread % 32 / 4 + 8 * row;
+    }
+
+    // Index of a query row among all rows, `split`s outermost.
+    __device__ __forceinline__ int64_t flat_row(const Args& args, const Tile& tile, int position) const {
+        const int64_t pair = static_cast<int64_t>(tile.split * args.batch + tile.batch) * args.heads + tile.head;
+        return pair * args.q_len + position;
+    }
+
     __device__ __forceinline__ void write_lse(const Args& args, const Tile& tile, int row, float value) {
-        const int lane = threadIdx.x % 32;
-        const int position = tile.row + group * kGroupRows + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * row;
-        if (args.lse == nullptr || lane % 4 != 0 || position >= args.q_len) return;
-        const int64_t head = static_cast<int64_t>(tile.batch) * args.heads + tile.head;
-        args.lse[head * args.q_len + position] = value;
+        float* lse = args.splits > 1 ? args.partial_lse : args.lse;
+        const int query = position(tile, row);
+        if (lse == nullptr || threadIdx.x % 4 != 0 || query >= args.q_len) return;
+        lse[flat_row(args, tile, query)] = value;
+    }
+
+    __device__ __forceinline__ void store_partial(const Args& args, const Tile& tile, const float (&o)[kOutputs],
+                                                  const float (&inverse)[2]) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const int query = position(tile, row);
+            if (query >= args.q_len) continue;
+            float* target = args.partial_out + flat_row(args, tile, query) * C::kHeadDim + 2 * (threadIdx.x % 4);
+#pragma unroll
+            for (int block = 0; block < C::kHeadDim / 8; ++block)
+                *reinterpret_cast<float2*>(target + 8 * block) =
+                    make_float2(o[4 * block + 2 * row] * inverse[row], o[4 * block + 2 * row + 1] * inverse[row]);
+        }
     }
 
     // The staging buffer is free once the copy engine has read the tile before.
@@ -456,21 +517,20 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         videoattn::hopper::attention<videoattn::hopper::CONFIG, ELEMENT>(q_map, k_map, v_map, o_map, args);  \
     }
 
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_bf16, Config128, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_fp16, Config128, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_bf16, Config64, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_fp16, Config64, __half)
-
-#define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_bf16, D128N128, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_fp16, D128N128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_bf16, D64N144, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_fp16, D64N144, __half)
 
 namespace videoattn {
 
 KernelList hopper_kernels() {
     static const Kernel kernels[] = {
-        VIDEOATTN_ENTRY(videoattn_hopper_d128_bf16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_bf16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }

@@ -13,7 +13,8 @@ namespace videoattn::hopper {
 
 constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup: the M of one wgmma
 
-template <int kHeadDim_, int kConsumers_, int kTileN_, int kStages_, bool kQInRegisters_>
+// kSoftExp2: every how many 8-column blocks of the scores one takes its exponentials on the FMA pipe; 0: none.
+template <int kHeadDim_, int kConsumers_, int kTileN_, int kStages_, bool kQInRegisters_, int kSoftExp2_>
 struct Config {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = kConsumers_;  // consumer warpgroups
@@ -21,6 +22,7 @@ struct Config {
     static constexpr int kTileN = kTileN_;
     static constexpr int kStages = kStages_;
     static constexpr bool kQInRegisters = kQInRegisters_;
+    static constexpr int kSoftExp2 = kSoftExp2_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     // setmaxnreg pools: launch-time registers x threads cover producer + consumers.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
@@ -40,18 +42,26 @@ struct Config {
     static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
 };
 
-using Config128 = Config<128, 2, 128, 2, false>;
-using Config64 = Config<64, 3, 128, 2, false>;
+using D128N128 = Config<128, 2, 128, 2, false, 0>;
+using D64N128 = Config<64, 3, 128, 2, false, 0>;
+using D64N144 = Config<64, 2, 144, 2, true, 0>;
+
+// Up to this many keys the key tile is chosen to fit their number.
+constexpr int kShortKeys = 1024;
 
 // The kernel's last parameter.
 struct Args {
     float* lse;
     const int32_t* kv_lengths;
+    float* partial_out;  // where splits > 1: (splits, batch, heads, q_len, head_dim)
+    float* partial_lse;  // (splits, batch, heads, q_len)
+    int32_t batch;
     int32_t heads;
     int32_t q_len;
     int32_t kv_len;
     int32_t q_tiles;
-    int32_t tiles;
+    int32_t splits;
+    int32_t tiles;  // q_tiles * splits * heads * batch, in this order from the fastest
     float scale_log2;  // softmax scale * log2(e)
     float scale;
 };

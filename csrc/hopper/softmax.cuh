@@ -22,15 +22,32 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-template <int kColumns>
+// 2^x on the FMA pipe for x in about [-126, 127]: the fraction by a cubic (relative minimax on [0, 1], error 7.5e-5,
+// below the rounding of P to bf16 or fp16), the integer part added to the exponent (FA4 paper, section 3.1.3).
+__device__ __forceinline__ float exp2_soft(float x) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are floor(x)
+    x = fmaxf(x, -126.0f);
+    const float shifted = __fadd_rd(x, kMagic);
+    const float fraction = x - (shifted - kMagic);
+    float y = fmaf(fraction, 0.07802452147006989f, 0.22606715559959412f);
+    y = fmaf(y, fraction, 0.6958335638046265f);
+    y = fmaf(y, fraction, 0.9999251961708069f);
+    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
+}
+
+template <int kColumns, int kSoftExp2>
 struct Softmax {
     static constexpr int kBlocks = kColumns / 8;
+    static constexpr bool kSoft = kSoftExp2 > 0;
+    static constexpr int kPeriod = kSoft ? kSoftExp2 : 1;
 
     float row_max[2];  // the reference maximum, in units of unscaled scores
     float row_sum[2];  // this thread's share
     float scale_log2;
 
-    __device__ __forceinline__ explicit Softmax(float scale_log2_) : scale_log2(scale_log2_) {
+    __device__ __forceinline__ explicit Softmax(float scale_log2_) : scale_log2(scale_log2_) { reset(); }
+
+    __device__ __forceinline__ void reset() {
         row_max[0] = row_max[1] = -INFINITY;
         row_sum[0] = row_sum[1] = 0.0f;
     }
@@ -84,7 +101,8 @@ struct Softmax {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
-                    x = exp2_approx(fmaf(x, scale_log2, -shift));
+                    x = fmaf(x, scale_log2, -shift);
+                    x = kSoft && block % kPeriod == kPeriod - 1 ? exp2_soft(x) : exp2_approx(x);
                     sum[e] += x;
                 }
             }

@@ -34,13 +34,17 @@ def guarded_like(shape, dtype):
     return buffer[GUARD : GUARD + count].view(shape), buffer
 
 
-def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, out=None, lse=True):
+def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, out=None, lse=True):
     """Run the kernel into NaN-poisoned buffers and check the poison around them."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out_buffer = None
     if out is None:
         out, out_buffer = guarded_like(q.shape, q.dtype)
     lse_tensor, lse_buffer = guarded_like((q.shape[0], q.shape[2], q.shape[1]), torch.float32)
+    count = native.workspace_bytes(
+        q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3], 90, 132, splits
+    )
+    workspace = torch.full((count,), 255, dtype=torch.uint8, device="cuda") if count else None  # fp32 NaN
     call = native.fill_call(
         q,
         k,
@@ -49,8 +53,12 @@ def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, out=None, lse=True):
         scale=scale,
         kv_lengths=kv_lengths,
         lse=lse_tensor if lse else None,
+        arch=90,
+        num_sms=132,
         grid=grid,
+        splits=splits,
         stream=torch.cuda.current_stream().cuda_stream,
+        workspace=workspace,
     )
     native.launch(call)
     torch.cuda.synchronize()
@@ -63,9 +71,9 @@ def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, out=None, lse=True):
     return out, lse_tensor if lse else None
 
 
-def check(q, k, v, *, scale=None, kv_lengths=None, grid=0, out=None, lse=True):
+def check(q, k, v, *, scale=None, kv_lengths=None, **options):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    got, got_lse = launch(q, k, v, scale=scale, kv_lengths=kv_lengths, grid=grid, out=out, lse=lse)
+    got, got_lse = launch(q, k, v, scale=scale, kv_lengths=kv_lengths, **options)
     errors = compare(got, got_lse, q, k, v, scale=scale, kv_lengths=kv_lengths)
     assert errors.passed, f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype}: {errors}"
     return got, got_lse
@@ -121,6 +129,34 @@ def test_key_lengths_hide_nan(head_dim, dtype):
         for entry in (0, 8):
             assert (out[entry] == 0).all()
             assert lse[entry].isneginf().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("splits", [2, 3, 7])
+def test_split_keys(head_dim, splits):
+    q, k, v = inputs(3, 2, 259, 1500, head_dim, torch.bfloat16)
+    whole, _ = check(q, k, v, splits=splits)
+    again, _ = check(q, k, v, splits=splits, grid=3)
+    assert torch.equal(whole, again)
+    lengths = torch.tensor([0, 130, 1500], dtype=torch.int32, device="cuda")
+    past = torch.arange(1500, device="cuda") >= lengths[:, None]
+    k, v = (x.masked_fill(past[:, :, None, None], torch.nan) for x in (k, v))
+    out, lse = check(q, k, v, kv_lengths=lengths, splits=splits)
+    assert (out[0] == 0).all()
+    assert lse is not None
+    assert lse[0].isneginf().all()
+    storage = torch.full((3, 2, 259, head_dim), torch.nan, dtype=q.dtype, device="cuda")
+    check(q, k, v, kv_lengths=lengths, splits=splits, out=storage.transpose(1, 2), lse=False)
+
+
+def test_the_planner_splits_short_queries():
+    """Through the public path: few query tiles, many keys."""
+    for shape in ((1, 32, 259, 12288, 64), (2, 4, 126, 5000, 128)):
+        q, k, v = inputs(*shape, torch.bfloat16)
+        out, lse = native.run(q, k, v, scale=0.1, kv_lengths=None, return_lse=True, arch=90)
+        assert lse is not None
+        errors = compare(out, lse, q, k, v, scale=0.1)
+        assert errors.passed, str(errors)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

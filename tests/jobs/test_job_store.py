@@ -418,3 +418,26 @@ def test_a_closed_store_says_so(tmp_path):
     with pytest.raises(StoreError, match="is closed"):
         store.counts()
     Store(tmp_path).close()
+
+
+def test_a_replaced_job_keeps_its_clip_until_the_new_one_is_there(store):
+    store.add(NewJob({"seed": 1}, name="shot"))
+    job, token = claim(store)
+    complete(store, token, b"old")
+    store.finish(token)
+    poster = store.folder / "shot.poster.png"
+    store.replace(job.id, NewJob({"seed": 2}, max_attempts=2))
+    waiting = store.get(job.id)
+    assert (waiting.state, waiting.payload, waiting.name) == (JobState.PENDING, {"seed": 2}, "shot")
+    assert (store.folder / "shot.mp4").read_bytes() == b"old"
+    _, token = claim(store)
+    with pytest.raises(WrongState, match="is running"):
+        store.replace(job.id, NewJob({"seed": 3}))
+    work = store.work_folder(token)
+    (work / "new.mp4").write_bytes(b"new")
+    outputs.write_manifest(work, Result({"clip": "new.mp4"}))
+    assert poster.exists()
+    assert store.finish(token).files == {"clip": "shot.mp4"}
+    assert (store.folder / "shot.mp4").read_bytes() == b"new"
+    assert not poster.exists()
+    assert store.recovered.unclaimed == []

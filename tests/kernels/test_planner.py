@@ -102,7 +102,9 @@ def test_plans_obey_the_hardware(batch, heads, q_len, kv_len, head_dim, dtype, g
         tensor.data = 1 << 20
     made = plan.plan(call)
     name = made.kernel.decode()
-    assert name == f"videoattn_hopper_d{head_dim}_{'bf16' if dtype == torch.bfloat16 else 'fp16'}"
+    tile_keys = made.maps[1].box[1]
+    type_name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    assert name == f"videoattn_hopper_d{head_dim}_n{tile_keys}_{type_name}"
     tile_rows = (made.block[0] // 128 - 1) * 64
     tiles = batch * heads * math.ceil(q_len / tile_rows)
     assert list(made.grid) == [min(grid or SMS, tiles), 1, 1]
@@ -126,13 +128,50 @@ def test_arguments_carry_the_call():
     lengths = torch.tensor([5, 300], dtype=torch.int32)
     made = plan.plan(make_call(q, k, v, lse=lse, kv_lengths=lengths, scale=0.25))
     (blob,) = [p for p in made.params[: made.num_params] if p.tensor_map < 0]
-    lse_pointer, lengths_pointer, heads, q_len, kv_len, q_tiles, tiles, scale_log2, scale = (
-        struct.unpack_from("<QQiiiiiff", bytes(made.args), blob.offset)
-    )
-    assert (lse_pointer, lengths_pointer) == (lse.data_ptr(), lengths.data_ptr())
-    assert (heads, q_len, kv_len, q_tiles, tiles) == (3, 200, 300, 2, 12)
+    fields = struct.unpack_from("<QQQQiiiiiiiff", bytes(made.args), blob.offset)
+    assert fields[:4] == (lse.data_ptr(), lengths.data_ptr(), 0, 0)
+    batch, heads, q_len, kv_len, q_tiles, splits, tiles, scale_log2, scale = fields[4:]
+    assert (batch, heads, q_len, kv_len, q_tiles, splits, tiles) == (2, 3, 200, 300, 2, 1, 12)
     assert scale == 0.25
     assert scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
+
+
+def meta_call(batch, heads, q_len, kv_len, head_dim=64, **options):
+    """A call about tensors that nobody reads."""
+    q = torch.empty(batch, q_len, heads, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, kv_len, heads, head_dim, dtype=torch.bfloat16, device="meta")
+    call = make_call(q, k, k, q, **options)
+    for tensor in (call.q, call.k, call.v, call.out):
+        tensor.data = 1 << 20
+    return call
+
+
+def test_short_queries_split_their_keys():
+    call = meta_call(1, 32, 259, 12288)
+    assert plan.workspace_bytes(call) > 0
+    assert plan.plan(call).grid[0] == 64, "without a workspace nothing is split"
+    assert plan.plan_merge(call) is None
+    call.workspace = 1 << 30
+    made, merge = plan.plan(call), plan.plan_merge(call)
+    assert merge is not None
+    assert made.grid[0] > 100, "the device is filled"
+    assert merge.kernel == b"videoattn_merge_d64_bf16"
+    assert merge.num_maps == 0
+    rows = 32 * 259
+    assert (merge.grid[0] - 1) * merge.block[0] < rows * 8 <= merge.grid[0] * merge.block[0]
+    splits = plan.workspace_bytes(call) // (rows * 65 * 4)
+    assert plan.workspace_bytes(call) == splits * rows * 65 * 4
+
+
+def test_splits_do_not_depend_on_the_batch():
+    for q_len, kv_len in ((259, 12288), (128, 40_000), (1, 1000)):
+        one, five = (plan.workspace_bytes(meta_call(batch, 8, q_len, kv_len)) for batch in (1, 5))
+        assert 0 < one * 5 == five
+
+
+def test_filled_devices_split_nothing():
+    for shape in ((1, 32, 12288, 12288), (1, 32, 12288, 259), (1, 32, 259, 100), (8, 32, 1024, 1024)):
+        assert plan.workspace_bytes(meta_call(*shape)) == 0
 
 
 def test_one_element_dimensions_may_have_any_stride():
@@ -151,7 +190,10 @@ def test_one_element_dimensions_may_have_any_stride():
         ({"scale": math.inf}, "scale"),
         ({"arch": 80}, "compute capability 8.0"),
         ({"num_sms": 0}, "num_sms"),
+        ({"batch": 2**30, "q_len": 2**20}, "query tiles"),
         ({"grid": -1}, "grid"),
+        ({"splits": 33}, "splits is 33"),
+        ({"workspace": 8}, "workspace"),
         ({"struct_bytes": 8}, "bytes"),
         ({"dtype": 7}, "dtype code 7"),
         ({"q_len": 0}, "q_len is 0"),
@@ -194,6 +236,19 @@ def test_python_copies_what_tma_refuses():
     assert not native.tma_can_take(x[:, :1].expand(-1, 40, -1, -1))
     assert not native.tma_can_take(x.transpose(2, 3).contiguous().transpose(2, 3))
     assert not native.tma_can_take(torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x))
+
+
+def test_packed_calls_are_the_struct():
+    q, k, v = tensors()
+    lse = torch.empty(2, 3, 200)
+    call = make_call(q, k, v, lse=lse, splits=3, grid=7, stream=1 << 40, device=2)
+    call.workspace = 1 << 41
+    values = []
+    for name, kind in abi.Call._fields_:
+        value = getattr(call, name)
+        parts = [getattr(value, f[0]) for f in abi.Tensor._fields_] if kind is abi.Tensor else [value]
+        values += [part or 0 for part in parts]
+    assert abi.PACKED_CALL.pack(*values) == bytes(call)
 
 
 def test_structs_match_the_header(tmp_path):

@@ -11,7 +11,7 @@ from videoattn.attention import attend
 from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
 from videoattn.kernels import flash3, sdpa
 from videoattn.timing import load, recorder
-from videoattn.timing.compare import max_abs_difference
+from videoattn.timing.compare import Slots, max_abs_difference
 
 
 def tensors(q_len=48, kv_len=32, batch=1, heads=2, head_dim=64, dtype=torch.float32):
@@ -200,6 +200,15 @@ def test_max_abs_difference_in_pieces(monkeypatch):
     assert max_abs_difference(a, b) == whole == pytest.approx(40)
     b[0, 31, 0, 0] = torch.nan
     assert max_abs_difference(a, b).isnan()
+
+
+def test_slots_grow_and_are_written_in_and_out_of_inference_mode(monkeypatch):
+    monkeypatch.setattr("videoattn.timing.compare.SLOTS", 3)
+    with torch.inference_mode():
+        slots = Slots(torch.device("cpu"))
+        numbers = [slots.put(torch.tensor(float(i))) for i in range(5)]
+    numbers += [slots.put(torch.tensor(float(i))) for i in range(5, 8)]
+    assert [slots.read(number) for number in numbers] == [float(i) for i in range(8)]
 
 
 def test_unknown_and_useless_arms_are_refused_before_the_run():

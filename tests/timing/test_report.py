@@ -1,8 +1,10 @@
 """The summary of a timing log against numbers worked out by hand."""
 
 import json
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from videoattn.timing.log import ArmTime, CallRow, ForwardTime, StageTime, TimingLog
 from videoattn.timing.report import summarise
@@ -69,7 +71,7 @@ def test_shares_ceilings_and_rates():
     assert report.clip_seconds == {"a": pytest.approx(0.020)}
     assert report.stage_seconds == {"denoise": 0.012, "denoise_full": 0.006, "decode": 0.002}
     assert not report.share_is_estimate
-    assert "0.02 s in all" in str(report)
+    assert "0.02 s: denoise 0.01, denoise_full 0.01, decode 0.00" in str(report)
 
 
 def test_marked_calls_stay_out_of_rates_and_ratios():
@@ -160,4 +162,17 @@ def test_several_kernels_in_one_line_are_counted():
     rows = [row(), row(), row(kernel="sdpa")]
     report = summarise(log(rows, [StageTime("a", "denoise", 1.0)]))
     assert report.lines[0].kernels == {"hopper": 2, "sdpa": 1}
-    assert "hopper×2 sdpa×1" in str(report)
+    assert "hopper ×2" in str(report)
+    assert "sdpa ×1" in str(report)
+
+
+def test_the_tables_fit_a_terminal_of_80_columns():
+    kinds = ("video_self", "audio_to_video", "video_connector")
+    rows = [row(kind, "denoise_half", 234.5, kernel="blackwell", flash4=(3.0, 0.01)) for kind in kinds] * 400
+    report = summarise(log(rows, [StageTime("a", "denoise_half", 300.0)], ("flash4",)))
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(report)
+    text = console.export_text()
+    assert "…" not in text
+    for kind in kinds:
+        assert text.count(f"  {kind} ") == 2

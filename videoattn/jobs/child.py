@@ -55,12 +55,13 @@ class Child:
 
     def _run(self, render: RenderFunction, message: dict[str, Any], hello: dict[str, Any]) -> dict[str, Any]:
         fence, work = message["fence"], Path(message["work"])
-        job = Job(**message["job"] | {"state": JobState.RUNNING})
+        job, *upcoming = (Job(**each | {"state": JobState(each["state"])}) for each in message["jobs"])
         context = Context(
             work=work,
             device=hello["device"],
             attempt=job.attempt,
             options=hello["options"],
+            upcoming=upcoming,
             models=self._models,
             is_cancelled=lambda: fence in self._cancelled,
             report=lambda progress: self._report(fence, progress),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from videoattn.jobs.model import Progress
+from videoattn.jobs.model import Job, Progress
 
 # Ten reports a second are all that a person can see; a tiny model makes hundreds of steps in that time.
 _REPORT_INTERVAL = 0.1
@@ -41,8 +41,9 @@ class Context:
     """The worker's side of one attempt.
 
     `work` is the attempt's own folder, `device` the worker's device, `options` what the worker was started
-    with, `models` outlives the job. `progress()` and `check()` raise `JobCancelled` once the job is to
-    stop; calling either once per denoise step costs microseconds.
+    with, `models` outlives the job; `upcoming` are jobs likely to follow, so that what they need can be
+    prepared together. `progress()` and `check()` raise `JobCancelled` once the job is to stop; calling
+    either once per denoise step costs microseconds.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Context:
         device: str,
         attempt: int,
         options: Mapping[str, Any],
+        upcoming: Sequence[Job] = (),
         models: LoadedModels,
         is_cancelled: Callable[[], bool],
         report: Callable[[Progress], None],
@@ -60,6 +62,7 @@ class Context:
         self.device = device
         self.attempt = attempt
         self.options = options
+        self.upcoming = upcoming
         self.models = models
         self._is_cancelled = is_cancelled
         self._report = report

@@ -24,20 +24,19 @@ _LOG_BYTES = 4 << 20
 class ChildProcess:
     """A running `videoattn.jobs.child`, in a session of its own, its prints in `log_file`.
 
-    Must be made by a thread that lives as long as the child is to live: the kernel's death signal follows the
-    thread that started the process. Raises `StoreError` for a function that another process can't import.
+    `render` is `module:function`. Must be made by a thread that lives as long as the child is to live: the
+    kernel's death signal follows the thread that started the process.
     """
 
     def __init__(
         self,
-        render: Callable[..., Any] | str,
+        render: str,
         *,
         device: str,
         options: Mapping[str, Any],
         environment: Mapping[str, str] | None,
         log_file: Path,
     ) -> None:
-        name = import_name(render)
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._log_file = log_file
@@ -56,7 +55,7 @@ class ChildProcess:
             )
         self.pid = self._process.pid
         threading.Thread(target=self._listen, name=f"child {self.pid}", daemon=True).start()
-        self.send(type="hello", render=name, device=device, options=dict(options))
+        self.send(type="hello", render=render, device=device, options=dict(options))
 
     def send(self, **message: Any) -> None:
         """Send a message; one to a dead child is dropped, its death is received instead."""

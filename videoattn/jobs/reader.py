@@ -176,7 +176,8 @@ def _among(wanted: tuple[JobState, ...]) -> tuple[str, tuple[Any, ...]]:
     # One state is written as an equation: then one range of an index already has the order asked for.
     if len(wanted) == 1:
         return "state = ?", (wanted[0],)
-    return f"state IN ({', '.join('?' * len(wanted))})", tuple(wanted)
+    # Several are kept out of the choice of an index, or SQLite would read and sort them all for one page.
+    return f"+state IN ({', '.join('?' * len(wanted))})", tuple(wanted)
 
 
 def _job(row: sqlite3.Row) -> Job:

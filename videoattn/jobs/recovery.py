@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from videoattn.jobs import outputs
-from videoattn.jobs.model import JobState, Token, canonical, job_hash
+from videoattn.jobs.model import JobState, NewJob, Token, canonical, job_hash
 
 if TYPE_CHECKING:
     from videoattn.jobs.store import Store
@@ -36,12 +36,12 @@ class Recovered:
         )
 
 
-def recover(store: Store, identify: Callable[[Path], Mapping[str, Any] | None] | None) -> Recovered:
+def recover(store: Store, identify: Callable[[Path], NewJob | None] | None) -> Recovered:
     """Bring rows and files into agreement after any kind of death of the previous owner.
 
     A running job whose attempt is complete is published; any other is interrupted, or cancelled if that had
     been asked for. A finished job whose clip is gone fails with that reason. A clip without a finished job
-    is adopted if `identify` can read its payload, and listed as unclaimed if not; it is never removed.
+    is adopted if `identify` can tell which job it shows, and listed as unclaimed if not; it is never removed.
     """
     found = Recovered()
     store._empty_trash()
@@ -74,14 +74,14 @@ def _end_running(store: Store, found: Recovered) -> None:
                 found.interrupted.append(token.job)
 
 
-def _match_files(
-    store: Store, found: Recovered, identify: Callable[[Path], Mapping[str, Any] | None] | None
-) -> None:
+def _match_files(store: Store, found: Recovered, identify: Callable[[Path], NewJob | None] | None) -> None:
     on_disk = {entry.name for entry in os.scandir(store.folder) if entry.is_file()}
     claimed: set[str] = set()
-    for row in store._db_rows("SELECT id, files FROM jobs WHERE state = 'done'"):
+    for row in store._db_rows("SELECT id, state, files FROM jobs WHERE files != '{}'"):
         files = json.loads(row["files"])
         claimed.update(files.values())
+        if row["state"] != JobState.DONE:
+            continue
         # Without its poster a clip is still a clip; without the clip there is nothing to show.
         essential = files.get("clip") or next(iter(files.values()), None)
         if essential is not None and essential not in on_disk:
@@ -94,17 +94,17 @@ def _match_files(
             found.missing.append(row["id"])
     loose = sorted(name for name in on_disk - claimed if Path(name).suffix in CLIP_SUFFIXES)
     for name in loose:
-        payload = identify(store.folder / name) if identify is not None else None
-        job = None if payload is None else _adopt(store, name, payload)
+        found_job = identify(store.folder / name) if identify is not None else None
+        job = None if found_job is None else _adopt(store, name, found_job)
         if job is None:
             found.unclaimed.append(name)
         else:
             found.adopted.append(job)
 
 
-def _adopt(store: Store, name: str, payload: Mapping[str, Any]) -> int | None:
+def _adopt(store: Store, name: str, found: NewJob) -> int | None:
     """Make a clip the result of its job, or of a new one; None if another job has its name."""
-    hashed, stem = job_hash(payload), Path(name).stem
+    hashed, stem = found.hash or job_hash(found.payload), Path(name).stem
     files = canonical({"clip": name})
     owner = store.by_name(stem)
     finished = (store.folder / name).stat().st_mtime
@@ -114,7 +114,7 @@ def _adopt(store: Store, name: str, payload: Mapping[str, Any]) -> int | None:
             cursor = db.execute(
                 "INSERT INTO jobs (name, state, hash, payload, position, max_attempts, created, finished, "
                 "files) VALUES (?, 'done', ?, ?, 0, 1, ?, ?, ?)",
-                (stem, hashed, canonical(payload), time.time(), finished, files),
+                (stem, hashed, canonical(found.payload), time.time(), finished, files),
             )
             return cursor.lastrowid
         if owner.state is JobState.DONE or owner.hash != hashed:

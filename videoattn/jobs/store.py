@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 import time
@@ -20,6 +21,7 @@ from videoattn.jobs.errors import (
     WrongState,
     is_disk_full,
 )
+from videoattn.jobs.live import LiveState
 from videoattn.jobs.lock import OwnerLock
 from videoattn.jobs.model import (
     ENDED,
@@ -36,12 +38,12 @@ from videoattn.jobs.model import (
 from videoattn.jobs.reader import DATABASE, STATE_FOLDER, StoreReader
 
 
-class Store(StoreReader):
+class Store(StoreReader, LiveState):
     """A job store, opened as its owner; creates `folder` when it is missing.
 
-    Published files lie in `folder`, everything else in `folder/.videoattn`. `identify(path)` reads the
-    payload back out of a clip (None if it is not one of ours); with it, clips that no row claims become
-    jobs again. `attempt_limit` bounds how often one job may be started at all. `recovered` says what
+    Published files lie in `folder`, everything else in `folder/.videoattn`. `identify(path)` tells
+    which job a clip shows (None if it is not one of ours); with it, clips that no row claims become jobs
+    again. `attempt_limit` bounds how often one job may be started at all. `recovered` says what
     opening had to repair. Raises `StoreBusy` while another process owns the store. Every write raises
     `OwnershipLost` once a later owner exists, and `StoreFull` when the disk is full; neither leaves
     anything half-written. Thread-safe.
@@ -51,17 +53,13 @@ class Store(StoreReader):
         self,
         folder: Path | str,
         *,
-        identify: Callable[[Path], Mapping[str, Any] | None] | None = None,
+        identify: Callable[[Path], NewJob | None] | None = None,
         attempt_limit: int = 20,
     ) -> None:
         state_folder = Path(folder) / STATE_FOLDER
         self.attempt_limit = attempt_limit
         self._mutex = threading.RLock()
-        self._changed = threading.Condition(threading.Lock())
-        self._revision = 0
-        self._writes = 0
-        self._progress: dict[int, Progress] = {}
-        self._cancel_listeners: list[Callable[[int], None]] = []
+        LiveState.__init__(self)
         try:
             (state_folder / "work").mkdir(parents=True, exist_ok=True)
             self._lock = OwnerLock(state_folder / "owner.lock", what=str(folder))
@@ -70,7 +68,7 @@ class Store(StoreReader):
         try:
             self._db = schema.connect(state_folder / DATABASE, write=True)
             try:
-                super().__init__(folder)
+                StoreReader.__init__(self, folder)
                 self.owner = self._take_ownership()
                 self.recovered = recovery.recover(self, identify)
             except BaseException:
@@ -169,8 +167,7 @@ class Store(StoreReader):
             if state is not JobState.RUNNING:
                 raise WrongState(f"job {job} has ended ({state}) and cannot be cancelled")
             db.execute("UPDATE jobs SET cancel_requested = 1 WHERE id = ?", (job,))
-        for listener in list(self._cancel_listeners):
-            listener(job)
+        self._tell_cancelled(job)
         return JobState.RUNNING
 
     def cancel_pending(self) -> int:
@@ -212,6 +209,24 @@ class Store(StoreReader):
             for row in rows:
                 self._requeue(db, row["id"], row["position"])
         return len(rows)
+
+    def replace(self, job: int, new: NewJob) -> None:
+        """Give an unstarted or ended job another payload and queue it at the end, its name kept.
+
+        Its files stay in place until the new result is published over them. Raises `WrongState` while it
+        runs.
+        """
+        with self._write() as db:
+            state = self._state(db, job)
+            if state is JobState.RUNNING:
+                raise WrongState(f"job {job} is running and cannot be changed")
+            origin = None if new.origin is None else canonical(new.origin)
+            db.execute(
+                "UPDATE jobs SET payload = ?, hash = ?, origin = ?, failures = 0, max_attempts = ?, "
+                "report = NULL WHERE id = ?",
+                (canonical(new.payload), new.hash or job_hash(new.payload), origin, new.max_attempts, job),
+            )
+            self._requeue(db, job, order.back(db))
 
     def delete(self, jobs: int | Iterable[int]) -> int:
         """Remove jobs with their files; returns how many. Raises `WrongState` if one has not ended."""
@@ -291,6 +306,7 @@ class Store(StoreReader):
             else:
                 self._publish(db, token, work, manifest)
         self._after_attempt(token)
+        self._empty_trash()
         return self.get(token.job)
 
     def fail(self, token: Token, error: str, *, retry: bool = True) -> Job:
@@ -332,48 +348,6 @@ class Store(StoreReader):
         self._after_attempt(token)
         return self.get(token.job)
 
-    # Live state: in memory only, so that progress costs no writes
-
-    def set_progress(self, token: Token, progress: Progress) -> None:
-        """Note how far an attempt is."""
-        self._progress[token.job] = progress
-        self._notify()
-
-    def progress(self, job: int) -> Progress | None:
-        """How far a running job is; None unless this process runs it."""
-        return self._progress.get(job)
-
-    @property
-    def revision(self) -> int:
-        """A number that grows with every change, progress included."""
-        return self._revision
-
-    def wait(self, seen: int, timeout: float | None = None) -> int:
-        """Wait until the revision differs from `seen`, at most `timeout` seconds; returns the revision."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._revision != seen or self._closed, timeout)
-            return self._revision
-
-    @property
-    def writes(self) -> int:
-        """A number that grows with every change of a job, progress left out."""
-        return self._writes
-
-    def wait_for_write(self, seen: int, timeout: float | None = None) -> int:
-        """Wait until `writes` differs from `seen`, at most `timeout` seconds; returns it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._writes != seen or self._closed, timeout)
-            return self._writes
-
-    def on_cancel(self, listener: Callable[[int], None]) -> Callable[[], None]:
-        """Call `listener(job)` when the cancellation of a running job is asked for; returns an undo."""
-        self._cancel_listeners.append(listener)
-        return lambda: self._cancel_listeners.remove(listener)
-
-    def touch(self) -> None:
-        """Count a change that lies outside the store, such as a worker's status."""
-        self._notify()
-
     def close(self) -> None:
         """Close the store and give up its lock; jobs that still run are interrupted at the next opening."""
         with self._mutex:
@@ -382,7 +356,7 @@ class Store(StoreReader):
             super().close()
             self._db.close()
             self._lock.release()
-        self._notify()
+        self._end_waiting()
 
     # Inside a write transaction
 
@@ -410,12 +384,6 @@ class Store(StoreReader):
     def _take_ownership(self) -> int:
         with self._mutex:
             return _scalar(self._db, "UPDATE meta SET value = value + 1 WHERE key = 'owner' RETURNING value")
-
-    def _notify(self, *, write: bool = False) -> None:
-        with self._changed:
-            self._revision += 1
-            self._writes += write
-            self._changed.notify_all()
 
     def _work(self, fence: int) -> Path:
         return self.state_folder / "work" / str(fence)
@@ -458,6 +426,10 @@ class Store(StoreReader):
         # Renamed before the commit: a reader that sees `done` finds the files, and recovery can repeat it.
         files = outputs.publish(work, manifest, self.folder, name)
         self._end(db, token, JobState.DONE, None)
+        # Files of an earlier result that this one has not overwritten.
+        earlier = json.loads(_scalar(db, "SELECT files FROM jobs WHERE id = ?", (token.job,)))
+        stale = set(earlier.values()) - set(files.values())
+        db.executemany("INSERT OR IGNORE INTO trash VALUES (?)", [(file,) for file in stale])
         db.executemany("DELETE FROM trash WHERE name = ?", [(file,) for file in files.values()])
         db.execute(
             "UPDATE jobs SET files = ?, report = ? WHERE id = ?",
@@ -476,7 +448,7 @@ class Store(StoreReader):
         )
 
     def _after_attempt(self, token: Token) -> None:
-        self._progress.pop(token.job, None)
+        self._drop_progress(token)
         outputs.discard(self._work(token.fence))
         self._notify()
 

@@ -13,7 +13,7 @@ from typing import Any
 from videoattn.jobs.child import RenderFunction
 from videoattn.jobs.errors import OwnershipLost, StaleToken, StoreError, StoreFull
 from videoattn.jobs.model import Job, JobState, Progress, Token
-from videoattn.jobs.process import ChildProcess
+from videoattn.jobs.process import ChildProcess, import_name
 from videoattn.jobs.store import Store
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,9 @@ class Worker:
 
     `render(job, context)` is a function of an importable module; it runs in the child and returns a
     `Result`. `options` (JSON-able) reach it as `context.options`. A cancelled job that has not stopped
-    `cancel_grace` seconds later is killed with its child. No job is taken while less than `min_free` bytes
-    are free. The child is restarted after a crash, and dies with this process.
+    `cancel_grace` seconds later is killed with its child. `lookahead` pending jobs are shown to the
+    function as `context.upcoming`. No job is taken while less than `min_free` bytes are free. The child is
+    restarted after a crash, and dies with this process.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class Worker:
         cancel_grace: float = 60.0,
         start_timeout: float = 300.0,
         min_free: int = 256 << 20,
+        lookahead: int = 0,
     ) -> None:
         self.store = store
         self.name = name or device
+        render_name = import_name(render)
         self._make_child: Callable[[], ChildProcess] = lambda: ChildProcess(
-            render,
+            render_name,
             device=device,
             options=dict(options or {}),
             environment=environment,
@@ -77,6 +80,7 @@ class Worker:
         self._cancel_grace = cancel_grace
         self._start_timeout = start_timeout
         self._min_free = min_free
+        self._lookahead = lookahead
         self._child: ChildProcess | None = None
         self._attempt: _Attempt | None = None
         self._stopping = threading.Event()
@@ -139,13 +143,13 @@ class Worker:
 
     def _turn(self) -> None:
         seen = self.store.writes
+        child = self._ready_child()
+        if child is None:
+            return
         reason = self._paused or self._no_room()
         if reason is not None:
             self._set(replace(self._status, state="paused", reason=reason, job=None))
             self._stopping.wait(_POLL)
-            return
-        child = self._ready_child()
-        if child is None:
             return
         try:
             claimed = self.store.claim(self.name) if self.store.has_pending() else None
@@ -167,7 +171,8 @@ class Worker:
         except StoreError as error:
             self._end(self.store.interrupt, token, str(error), requeue=True)
             return
-        child.send(type="run", fence=token.fence, work=str(work), job=_to_dict(job))
+        jobs = [_to_dict(each) for each in (job, *self._upcoming())]
+        child.send(type="run", fence=token.fence, work=str(work), jobs=jobs)
         self._attempt = attempt
         # A cancellation or a stop between claim and here has found no attempt to stop.
         if self.store.get(job.id).cancel_requested:
@@ -270,6 +275,12 @@ class Worker:
             self._stopping.wait(min(_BACKOFF_LIMIT, 2.0 ** (self._failed_starts - 1)))
         return None
 
+    def _upcoming(self) -> list[Job]:
+        if not self._lookahead:
+            return []
+        first = self.store.queue(limit=self._lookahead, offset=self.store.counts()[JobState.RUNNING])
+        return [job for job in first if job.state is JobState.PENDING]
+
     def _no_room(self) -> str | None:
         free = shutil.disk_usage(self.store.folder).free
         if free >= self._min_free:
@@ -299,4 +310,4 @@ class Worker:
 
 
 def _to_dict(job: Job) -> dict[str, Any]:
-    return {name: getattr(job, name) for name in Job.__slots__} | {"state": JobState.RUNNING.value}
+    return {name: getattr(job, name) for name in Job.__slots__}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_char, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
 OK, UNSUPPORTED, CUDA_ERROR = 0, 1, 2
@@ -43,9 +44,14 @@ class Call(ctypes.Structure):
         ("scale", c_float),
         ("grid", c_int32),
         ("num_sms", c_int32),
-        ("flags", c_uint32),
+        ("splits", c_int32),
         ("stream", c_void_p),
+        ("workspace", c_void_p),
     )
+
+
+# The same bytes as Call, its fields in order.
+PACKED_CALL = struct.Struct("=Iiii5q" + "Qqqq" * 4 + "QQfiiiQQ")
 
 
 class TensorMap(ctypes.Structure):
@@ -94,7 +100,10 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     message = (ctypes.c_char_p, ctypes.c_size_t)
     signatures = {
         "videoattn_plan": ((ctypes.POINTER(Call), ctypes.POINTER(Plan), *message), ctypes.c_int),
-        "videoattn_attention": ((ctypes.POINTER(Call), *message), ctypes.c_int),
+        "videoattn_plan_merge": ((ctypes.POINTER(Call), ctypes.POINTER(Plan), *message), ctypes.c_int),
+        "videoattn_workspace_bytes": ((ctypes.POINTER(Call),), ctypes.c_uint64),
+        # A Call by reference, or PACKED_CALL's bytes.
+        "videoattn_attention": ((ctypes.c_void_p, *message), ctypes.c_int),
         "videoattn_check_device": ((ctypes.c_int, *message), ctypes.c_int),
         "videoattn_build_info": ((), ctypes.c_char_p),
     }

@@ -54,16 +54,32 @@ def load() -> ctypes.CDLL:
     return abi.declare(ctypes.CDLL(str(build())))
 
 
-def plan(call: abi.Call, planner: ctypes.CDLL | None = None) -> abi.Plan:
-    """What would be launched for the call; `call.arch` and `call.num_sms` (or `call.grid`) must be set.
+def plan(call: abi.Call) -> abi.Plan:
+    """What would be launched for the call; `call.arch` and `call.num_sms` must be set.
 
     Raises PlanRefused with the kernel's reason, BuildError if there is no planner.
     """
+    return _ask(load().videoattn_plan, call)
+
+
+def plan_merge(call: abi.Call) -> abi.Plan | None:
+    """The kernel launched after it where the keys are split over `call.workspace`, else None.
+
+    Raises as `plan`.
+    """
+    result = _ask(load().videoattn_plan_merge, call)
+    return result if result.grid[0] else None
+
+
+def workspace_bytes(call: abi.Call) -> int:
+    """Bytes of `call.workspace` that splitting the keys takes; 0: they are not split."""
+    return load().videoattn_workspace_bytes(ctypes.byref(call))
+
+
+def _ask(planner, call: abi.Call) -> abi.Plan:
     result = abi.Plan()
     text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
-    status = (planner or load()).videoattn_plan(
-        ctypes.byref(call), ctypes.byref(result), text, abi.MESSAGE_BYTES
-    )
+    status = planner(ctypes.byref(call), ctypes.byref(result), text, abi.MESSAGE_BYTES)
     if status != abi.OK:
         raise PlanRefused(text.value.decode(errors="replace"))
     return result

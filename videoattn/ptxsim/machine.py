@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .codegen import FULL, PARAM_BASE
-from .context import Context, Wait
+from .codegen import PARAM_BASE
+from .context import Context
 from .errors import ExecutionError, LaunchError, UnsupportedInstruction
 from .findings import ERROR, FindingLog, Where
 from .hb import Columns
@@ -36,6 +36,8 @@ class Warp:
         self.mma_column = columns.new(f"{name}'s MMA pipe")
         self.bulk_read_column = columns.new(f"{name}'s bulk stores (reading)")
         self.bulk_write_column = columns.new(f"{name}'s bulk stores (writing)")
+        self.init_column = columns.new(f"{name}'s mbarrier.init")
+        self.inits = self.inits_published = 0
         self.now = 1
         self.ld_issued = self.st_issued = self.mma_issued = 0
         self.bulk_groups: list[list] = []
@@ -162,7 +164,7 @@ class Cluster:
     def __init__(self, machine: Machine, ids: list[tuple[int, int, int]]):
         self.machine, self.size = machine, len(ids)
         warps = -(-machine.threads // 32) * len(ids)
-        self.columns = Columns(8 * warps + 160 * len(ids) + 8)
+        self.columns = Columns(9 * warps + 160 * len(ids) + 8)
         self.arrived: list[tuple[Context, np.ndarray]] = []
         self.waiting: list[Context] = []
         self.phase = 0
@@ -474,6 +476,3 @@ class Machine:
         ins = self.program.instrs[first.at]
         where = Where(ins.line, ins.opcode, self.source(ins), first.cta.index, first.W.index)
         self.log.add("deadlock", ERROR, "nothing can move: " + "; ".join(lines), where)
-
-
-__all__ = ["FULL", "Cluster", "Cta", "Machine", "Wait", "Warp"]

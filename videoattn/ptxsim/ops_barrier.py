@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from .core import Wait, lane_list
 from .hb import CARRY, ORDER, PROXY, TCGEN
 from .mbarrier import MAX_COUNT, Mbarrier
+from .ops_memory import MemoryOps
 
 
 class NamedBarrier:
@@ -40,12 +42,8 @@ class NamedBarrier:
             c.machine.wake(c)
 
 
-class BarrierOps:
+class BarrierOps(MemoryOps):
     """Mixed into Context."""
-
-    bar_passed = False
-    bar_votes: list
-    cluster_token: int | None = None
 
     # ---- named barriers
 
@@ -81,7 +79,7 @@ class BarrierOps:
                 f"barrier {number} is used with {needed or 'all'} threads while others use {b.needed or 'all'}",
             )
         if self.W.index in b.warps:
-            self.report("barrier misuse", f"the warp arrives twice at barrier {number} before it completes")
+            self.strict("barrier misuse", f"the warp arrives twice at barrier {number} before it completes")
         b.needed = needed
         np.maximum(b.payload, self.release(), out=b.payload)
         b.threads += 32
@@ -102,7 +100,6 @@ class BarrierOps:
         if action == "arrive":
             return True
         b.waiting.append(self)
-        from .context import Wait
 
         def text() -> str:
             here = ", ".join(str(w) for w in sorted(b.warps))
@@ -112,16 +109,12 @@ class BarrierOps:
         return None
 
     def _late_lanes(self, mask):
-        from .context import Wait
-
         self.block(Wait("at an unaligned barrier for the other lanes of its warp"))
         return None
 
     def _converged_live(self, mask, what: str) -> None:
         missing = self.W.live & ~mask
         if missing.any():
-            from .context import lane_list
-
             self.report(
                 "divergent aligned instruction",
                 f"{what} needs the whole warp; lanes {lane_list(missing)} are elsewhere",
@@ -146,8 +139,11 @@ class BarrierOps:
         payload = self.release()
         if release:
             np.maximum(cluster.sync_payload, payload, out=cluster.sync_payload)
-        else:  # only mbarrier initialisations that a fence published travel along
-            payload[:] = 0
+        else:  # only the mbarrier initialisations that fence.mbarrier_init published travel along
+            column = self.W.init_column
+            cluster.sync_payload[ORDER, column] = max(
+                cluster.sync_payload[ORDER, column], self.W.inits_published
+            )
         cluster.arrived.append((self, mask.copy()))
         cluster.release_if_complete()
 
@@ -160,8 +156,6 @@ class BarrierOps:
             self.cluster_token = None
             self.acquire(cluster.sync_done)
             return True
-        from .context import Wait
-
         cluster.waiting.append(self)
         self.block(Wait(lambda: f"at the cluster barrier: {cluster.missing()}"))
         return None
@@ -187,8 +181,9 @@ class BarrierOps:
 
     def _publish_inits(self) -> None:
         for bar in self.cta.smem.barriers.values():
-            if bar.init_column == self.W.column:
+            if bar.init_column == self.W.init_column:
                 bar.fenced = True
+        self.W.inits_published = self.W.inits
 
     def tmem_fence(self, mask, before: bool) -> None:
         if not mask.any():
@@ -221,8 +216,6 @@ class BarrierOps:
             return True
         need = (value - w.registers) * 32
         if need > cta.register_pool:
-            from .context import Wait
-
             text = f"for {need} registers at setmaxnreg.inc {value}; the CTA's pool holds"
             self.block(Wait(lambda: f"{text} {cta.register_pool}", "registers"))
             return None
@@ -252,7 +245,7 @@ class BarrierOps:
             return None
         if cta is not self.cta and cta.exited:
             self.report("exited CTA", f"{what} on {bar.name} of CTA rank {rank}, which has exited")
-        if self.clock[ORDER, bar.init_column] < bar.init_epoch and bar.init_column != self.W.column:
+        if self.clock[ORDER, bar.init_column] < bar.init_epoch and bar.init_column != self.W.init_column:
             self.report("missing synchronisation", f"{what} on {bar.name}: its initialisation is not ordered before",
                         key=off)  # fmt: skip
         return bar
@@ -293,10 +286,9 @@ class BarrierOps:
                 column = self.cta.sync_points[key] = columns.new(f"the copy onto {name}")
             bar = Mbarrier(name, n, columns, column)
             bar.phase_base = self.cta.sync_points.get(("phase", off), 0)
-            bar.init_column, bar.init_epoch = self.W.column, self.W.now
-            self.clock[ORDER, self.W.column] = self.W.now
+            self.W.inits += 1
+            bar.init_column, bar.init_epoch = self.W.init_column, self.W.inits
             smem.barriers[off] = bar
-        self.W.now += 1
 
     def mbarrier_inval(self, mask, addr, _value) -> None:
         for lane in np.flatnonzero(mask):
@@ -431,8 +423,6 @@ class BarrierOps:
         self.W.phases[id(bar), int(self.mask.argmax())] = passed
 
     def _park(self, bar: Mbarrier, value: int, parity: bool, soft: bool):
-        from .context import Wait
-
         what = f"parity {value & 1}" if parity else f"phase {value}"
         if self not in bar.waiters:
             bar.waiters.append(self)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from .errors import ExecutionError
-from .hb import GENERIC, ORDER
+from .hb import GENERIC
 from .isa import LOCAL_WINDOW, SHARED_WINDOW
 from .mma_sync import ldmatrix_lanes, mma_m16n8
+from .ops_warp import WarpOps
 
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3}
 
 
-class MemoryOps:
+class MemoryOps(WarpOps):
     """Mixed into Context."""
 
     # ---- shared
@@ -74,8 +75,7 @@ class MemoryOps:
 
     def _check_shared_read(self, cta, off: np.ndarray, nbytes: int) -> None:
         shadow, words = cta.smem.shadow, self._words(off, nbytes)
-        known = self.clock[ORDER]
-        known[self.W.column] = self.W.now
+        known = self.order_row()
         hit = shadow.uninitialised(words)
         if hit is not None:
             self.report("uninitialised shared memory", f"ld.shared of {cta.smem.name(hit * 4)} before any write",
@@ -112,8 +112,7 @@ class MemoryOps:
 
     def _check_shared_write(self, cta, off: np.ndarray, nbytes: int, what: str) -> None:
         shadow, words = cta.smem.shadow, self._words(off, nbytes)
-        known = self.clock[ORDER]
-        known[self.W.column] = self.W.now
+        known = self.order_row()
         conflict = shadow.unordered_write(known, words) or shadow.unordered_read(known, words)
         if conflict is not None:
             self.report(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .core import Core, Wait, lane_list
 from .errors import ExecutionError
 
 _LANE = np.arange(32)
@@ -19,7 +20,7 @@ def _lanes(bits: int) -> np.ndarray:
     )
 
 
-class WarpOps:
+class WarpOps(Core):
     """Mixed into Context."""
 
     def _converged(self, mask: np.ndarray, what: str) -> bool:
@@ -28,8 +29,6 @@ class WarpOps:
             return True
         missing = self.W.live & ~mask
         if missing.any() or not self.W.live.all():
-            from .context import lane_list
-
             who = lane_list(missing if missing.any() else ~self.W.live)
             self.report(
                 "divergent aligned instruction", f"{what} needs the whole warp; lanes {who} do not take part"
@@ -54,8 +53,6 @@ class WarpOps:
 
     def _gather(self, mask: np.ndarray, want: np.ndarray, index: int) -> np.ndarray | None:
         """Wait for other contexts of the warp at the same instruction, then continue as one."""
-        from .context import Wait, lane_list
-
         group = self.W.syncs.setdefault(index, [])
         if self not in group:
             group.append(self)
@@ -93,8 +90,6 @@ class WarpOps:
         want = _lanes(bits) & self.W.live
         if not (want & ~mask).any():
             return True
-        from .context import Wait, lane_list
-
         key = ("warp", bits)
         group = self.W.syncs.setdefault(key, [])
         done = [g for g in group if g[0] is self and g[2]]

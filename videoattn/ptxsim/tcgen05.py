@@ -7,10 +7,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from .hb import CARRY, GENERIC, ORDER, TCGEN, TCGEN05
+from .core import Wait
+from .hb import CARRY, ORDER, TCGEN, TCGEN05
 from .layouts import decode_tcgen05, operand_index
 from .mma_sync import halves_to_f32
 from .poison import PendingLoad, PendingRegister
+from .tma import TmaOps
 from .tmem import COLUMNS, accumulator_map, region, shape_map
 
 _SIZES = (32, 64, 128, 256, 512)
@@ -56,7 +58,7 @@ def decode_idesc(bits: int, group: int, a_in_tmem: bool) -> InstructionDescripto
                                  bool(bits >> 14 & 1), problem)  # fmt: skip
 
 
-class Tcgen05Ops:
+class Tcgen05Ops(TmaOps):
     """Mixed into Context."""
 
     # ---- allocation
@@ -80,8 +82,6 @@ class Tcgen05Ops:
         self._one_group(group)
         start = cta.tmem.allocate(n)
         if start is None:
-            from .context import Wait
-
             free = COLUMNS - int(cta.tmem.owned.sum())
             self.block(Wait(lambda: f"for {n} columns of tensor memory; {free} are free", "tmem"))
             return None
@@ -461,6 +461,3 @@ class Tcgen05Ops:
                     self.engine_arrive(bar, payload)
 
             self.machine.post(("mma", id(w)), arrive)
-
-
-__all__ = ["GENERIC", "Tcgen05Ops"]

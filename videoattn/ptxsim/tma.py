@@ -10,6 +10,7 @@ from .codegen import PARAM_BASE
 from .errors import ExecutionError
 from .hb import ASYNC, GENERIC, ORDER, PROXY
 from .layouts import swizzle
+from .ops_barrier import BarrierOps
 from .tensormap import TensorMap
 
 
@@ -19,7 +20,7 @@ def chunk_index(offset: int, nbytes: int, mode: str) -> np.ndarray:
     return swizzle(offset + 16 * np.arange(-(-nbytes // 16), dtype=np.int64), mode) >> 4
 
 
-class TmaOps:
+class TmaOps(BarrierOps):
     """Mixed into Context."""
 
     def _tensor_map(self, address: int) -> TensorMap | None:
@@ -40,8 +41,7 @@ class TmaOps:
 
     def _async_read(self, cta, cells, what: str, column: int, epoch: int) -> None:
         shadow, smem = cta.smem.shadow, cta.smem
-        known = self.clock[ORDER]
-        known[self.W.column] = self.W.now
+        known = self.order_row()
         hit = shadow.uninitialised(cells)
         if hit is not None:
             self.report(
@@ -69,8 +69,7 @@ class TmaOps:
 
     def _async_write(self, cta, cells, what: str, column: int, epoch: int) -> None:
         shadow, smem = cta.smem.shadow, cta.smem
-        known = self.clock[ORDER]
-        known[self.W.column] = self.W.now
+        known = self.order_row()
         conflict = shadow.unordered_write(known, cells) or shadow.unordered_read(known, cells)
         if conflict is not None:
             self.report(

@@ -9,6 +9,7 @@ import numpy as np
 from .hb import ORDER
 from .layouts import decode_wgmma, operand_index
 from .mma_sync import halves_to_f32
+from .tma import TmaOps
 
 _LANE = np.arange(32)
 
@@ -83,7 +84,7 @@ class AccumulatorRegister:
         return np.where(mask, new, self._use().view(new.dtype))
 
 
-class WgmmaOps:
+class WgmmaOps(TmaOps):
     """Mixed into Context."""
 
     def _wgmma_warp(self, mask, what: str) -> bool:

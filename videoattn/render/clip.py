@@ -8,22 +8,23 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
+import av.container
+import av.error
 import imageio.v3 as imageio
 import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from PIL import Image
 
-from videoattn.render.errors import RenderError, UsageError
+from videoattn.render.errors import RenderError
 from videoattn.render.files import write_failed
 
-PREVIEW_FORMATS = {".gif": "GIF", ".webp": "WEBP"}
 PREVIEW_MILLISECONDS = 80
 PREVIEW_WIDTH = 480
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames uint8 `(frames, height, width, 3)`, RGB; audio float32 `(channels, samples)` in [-1, 1] or None."""
+    """RGB frames uint8 `(frames, height, width, 3)`; audio float32 `(channels, samples)` or None."""
 
     frames: np.ndarray
     frame_rate: Fraction
@@ -34,11 +35,6 @@ class Clip:
     def seconds(self) -> Fraction:
         """Length of the picture track."""
         return len(self.frames) / self.frame_rate
-
-
-def expected_bytes(width: int, height: int, num_frames: int) -> int:
-    """A generous guess of an mp4's size, 0.25 bits a pixel: used only to refuse a full disk early."""
-    return width * height * num_frames // 32
 
 
 def write_mp4(
@@ -66,7 +62,9 @@ def write_mp4(
         raise write_failed(error, place) from None
 
 
-def _encode(container: av.container.OutputContainer, clip: Clip, crf: int, on_frame: Callable[[], None]) -> None:
+def _encode(
+    container: av.container.OutputContainer, clip: Clip, crf: int, on_frame: Callable[[], None]
+) -> None:
     height, width = clip.frames.shape[1:3]
     video = container.add_stream("libx264", rate=clip.frame_rate)
     video.width, video.height, video.pix_fmt = width, height, "yuv420p"
@@ -126,18 +124,11 @@ class _Sound:
         self._container.mux(self._stream.encode(None))
 
 
-def preview_format(place: Path) -> str:
-    """The animated format that a preview's name asks for; UsageError names the known ones."""
-    found = PREVIEW_FORMATS.get(place.suffix.lower())
-    if found is None:
-        raise UsageError(f"a preview ends in {' or '.join(PREVIEW_FORMATS)}, not '{place.suffix}'")
-    return found
-
-
 def write_poster(path: Path, clip: Clip, *, place: Path) -> None:
     """Write the middle frame as PNG."""
     try:
-        imageio.imwrite(path, clip.frames[len(clip.frames) // 2], plugin="pillow", format="PNG")
+        with open(path, "wb") as file:
+            imageio.imwrite(file, clip.frames[len(clip.frames) // 2], plugin="pillow", extension=".png")
     except OSError as error:
         raise write_failed(error, place) from None
 
@@ -150,15 +141,18 @@ def write_preview(path: Path, clip: Clip, *, place: Path) -> None:
     height, width = clip.frames.shape[1:3]
     if width > PREVIEW_WIDTH:
         size = (PREVIEW_WIDTH, round(height * PREVIEW_WIDTH / width))
-        picked = [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)) for frame in picked]
+        picked = [
+            np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)) for frame in picked
+        ]
     try:
-        imageio.imwrite(
-            path,
-            np.stack(picked),
-            plugin="pillow",
-            format=preview_format(place),
-            duration=PREVIEW_MILLISECONDS,
-            loop=0,
-        )
+        with open(path, "wb") as file:
+            imageio.imwrite(
+                file,
+                np.stack(picked),
+                plugin="pillow",
+                extension=place.suffix.lower(),
+                duration=PREVIEW_MILLISECONDS,
+                loop=0,
+            )
     except OSError as error:
         raise write_failed(error, place) from None

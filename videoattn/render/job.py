@@ -35,7 +35,9 @@ def parse_frame_rate(value: Any) -> Fraction:
     try:
         rate = Fraction(str(value).strip()) if not isinstance(value, Fraction) else value
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"'{value}' is no frame rate: give a number or a fraction such as 24000/1001") from None
+        raise ValueError(
+            f"'{value}' is no frame rate: give a number or a fraction such as 24000/1001"
+        ) from None
     if not 1 <= rate <= 240:
         raise ValueError(f"a frame rate lies between 1 and 240 a second, not at {value}")
     if rate.denominator > 1 and rate.denominator != 1001:
@@ -43,7 +45,9 @@ def parse_frame_rate(value: Any) -> Fraction:
         if abs(ntsc - rate) < Fraction(1, 1000):
             return ntsc
     if rate.denominator > 100_000:
-        raise ValueError(f"'{value}' has too many digits for a frame rate: give a fraction such as 24000/1001")
+        raise ValueError(
+            f"'{value}' has too many digits for a frame rate: give a fraction such as 24000/1001"
+        )
     return rate
 
 
@@ -77,56 +81,79 @@ class RenderJob(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    prompt: str = Field("", description="What the clip shows.")
-    negative_prompt: str = Field("", description="What the clip must not show; used by guided runs.")
+    prompt: str = Field(default="", description="What the clip shows.")
+    negative_prompt: str = Field(default="", description="What the clip must not show; used by guided runs.")
     model: str = Field(
-        "demo", description="demo, a local folder, a hub id, or a single-file safetensors checkpoint."
+        default="demo", description="demo, a local folder, a hub id, or a single-file safetensors checkpoint."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
     components: str | None = Field(
-        None, description="For a single-file checkpoint: folder or hub id holding the parts that it lacks."
+        default=None,
+        description="For a single-file checkpoint: folder or hub id holding the parts that it lacks.",
     )
     recipe: Recipe = Field(
-        "one-stage", description="distilled: half size, latent upsample, full size, for distilled LTX-2.x."
+        default="one-stage",
+        description="distilled: half size, latent upsample, full size, for distilled LTX-2.x.",
     )
     upsampler: str | None = Field(
-        None, description="Latent upsampler of the distilled recipe, if it is not the model's latent_upsampler."
+        default=None,
+        description="Latent upsampler of the distilled recipe, if it is not the model's latent_upsampler.",
     )
-    width: int | None = Field(None, ge=1, description="Width in pixels.")
-    height: int | None = Field(None, ge=1, description="Height in pixels.")
-    num_frames: int | None = Field(None, ge=1, description="Number of frames.")
-    frame_rate: FrameRate | None = Field(None, description="Frames a second: 24, 23.976, 24000/1001.")
-    num_inference_steps: int | None = Field(None, ge=1, le=1000, description="Denoising steps.")
+    width: int | None = Field(default=None, ge=1, description="Width in pixels.")
+    height: int | None = Field(default=None, ge=1, description="Height in pixels.")
+    num_frames: int | None = Field(default=None, ge=1, description="Number of frames.")
+    frame_rate: FrameRate | None = Field(default=None, description="Frames a second: 24, 23.976, 24000/1001.")
+    num_inference_steps: int | None = Field(default=None, ge=1, le=1000, description="Denoising steps.")
     guidance_scale: float | None = Field(
-        None, ge=0, le=100, description="Classifier-free guidance; 1 is off and turns the other guidance off too."
+        default=None,
+        ge=0,
+        le=100,
+        description="Classifier-free guidance; 1 is off and turns the other guidance off too.",
     )
-    audio_guidance_scale: float | None = Field(None, ge=0, le=100, description="The same for sound (LTX-2.x).")
-    stg_scale: float | None = Field(None, ge=0, le=100, description="Spatio-temporal guidance; 0 is off.")
-    audio_stg_scale: float | None = Field(None, ge=0, le=100, description="The same for sound.")
-    modality_scale: float | None = Field(None, ge=0, le=100, description="Modality isolation; 1 is off.")
-    audio_modality_scale: float | None = Field(None, ge=0, le=100, description="The same for sound.")
-    guidance_rescale: float | None = Field(None, ge=0, le=1, description="Rescale of guided predictions; 0 is off.")
-    audio_guidance_rescale: float | None = Field(None, ge=0, le=1, description="The same for sound.")
+    audio_guidance_scale: float | None = Field(
+        default=None, ge=0, le=100, description="The same for sound (LTX-2.x)."
+    )
+    stg_scale: float | None = Field(
+        default=None, ge=0, le=100, description="Spatio-temporal guidance; 0 is off."
+    )
+    audio_stg_scale: float | None = Field(default=None, ge=0, le=100, description="The same for sound.")
+    modality_scale: float | None = Field(
+        default=None, ge=0, le=100, description="Modality isolation; 1 is off."
+    )
+    audio_modality_scale: float | None = Field(default=None, ge=0, le=100, description="The same for sound.")
+    guidance_rescale: float | None = Field(
+        default=None, ge=0, le=1, description="Rescale of guided predictions; 0 is off."
+    )
+    audio_guidance_rescale: float | None = Field(default=None, ge=0, le=1, description="The same for sound.")
     spatio_temporal_guidance_blocks: tuple[int, ...] | None = Field(
-        None, description="Transformer blocks that spatio-temporal guidance perturbs."
+        default=None, description="Transformer blocks that spatio-temporal guidance perturbs."
     )
     decode_timestep: float | None = Field(
-        None, ge=0, le=1, description="Timestep at which a timestep-conditioned VAE decodes."
+        default=None, ge=0, le=1, description="Timestep at which a timestep-conditioned VAE decodes."
     )
-    decode_noise_scale: float | None = Field(None, ge=0, le=1, description="Noise mixed in before that decode.")
-    seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of all noise.")
-    image: str | None = Field(None, description="First frame of an image-to-video clip.")
-    lora: tuple[str, ...] = Field((), description="LoRA as SOURCE or SOURCE:SCALE; give it again for more.")
+    decode_noise_scale: float | None = Field(
+        default=None, ge=0, le=1, description="Noise mixed in before that decode."
+    )
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="Seed of all noise.")
+    image: str | None = Field(default=None, description="First frame of an image-to-video clip.")
+    lora: tuple[str, ...] = Field(
+        default=(), description="LoRA as SOURCE or SOURCE:SCALE; give it again for more."
+    )
     dtype: Dtype = Field(
-        "auto", description="auto is bf16 on a GPU, fp32 on a CPU; fp8 stores the transformer in e4m3."
+        default="auto",
+        description="auto is bf16 on a GPU, fp32 on a CPU; fp8 stores the transformer in e4m3.",
     )
-    offload: Offload = Field("none", description="Keep weights off the GPU: whole models, or groups of layers.")
-    compile: bool = Field(False, description="Compile the transformer's repeated blocks.")
+    offload: Offload = Field(
+        default="none", description="Keep weights off the GPU: whole models, or groups of layers."
+    )
+    compile: bool = Field(default=False, description="Compile the transformer's repeated blocks.")
     vae_tiling: bool | None = Field(
-        None, description="Decode in tiles; on by default when weights are offloaded."
+        default=None, description="Decode in tiles; on by default when weights are offloaded."
     )
-    attention: str = Field("auto", description="A kernel for all calls, or KIND=KERNEL pairs, comma-separated.")
-    crf: int = Field(16, ge=0, le=51, description="h264 quality: lower is better and larger.")
+    attention: str = Field(
+        default="auto", description="A kernel for all calls, or KIND=KERNEL pairs, comma-separated."
+    )
+    crf: int = Field(default=16, ge=0, le=51, description="h264 quality: lower is better and larger.")
 
     @field_validator("lora", "spatio_temporal_guidance_blocks", mode="before")
     @classmethod
@@ -134,7 +161,9 @@ class RenderJob(BaseModel):
         if isinstance(value, str):
             return [part.strip() for part in value.split(",") if part.strip()]
         if isinstance(value, Iterable):
-            return [piece for part in value for piece in (cls._split(part) if isinstance(part, str) else [part])]
+            return [
+                piece for part in value for piece in (cls._split(part) if isinstance(part, str) else [part])
+            ]
         return value
 
     @field_validator("lora")

@@ -52,6 +52,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises UsageError if there is no such file, RenderError if it is no video or was not made here.
     """
     import av
+    import av.error
 
     if not path.is_file():
         raise UsageError(f"no such clip: {path}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
-from videoattn.render.sources import ModelInfo, Source, first_line, hub_errors
+from videoattn.render.sources import PIPELINE_PIXELS, ModelInfo, Source, first_line, hub_errors
 from videoattn.render.weights import require_complete, require_intact, tensor_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
@@ -82,7 +84,9 @@ def load(
     Raises RenderError in one line for anything that is missing or broken.
     """
     if job.offload == "model" and device.type == "cpu":
-        raise UsageError("--offload model moves weights off a GPU, and this render runs on the CPU: leave it out")
+        raise UsageError(
+            "--offload model moves weights off a GPU, and this render runs on the CPU: leave it out"
+        )
     if source.hub_id is not None and source.checkpoint is None:
         source = _download(source, local_files_only)
     require_intact(source.folder)
@@ -94,6 +98,9 @@ def load(
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise RenderError(f"cannot load {source.label}: {first_line(error)}") from None
     pipe.set_progress_bar_config(disable=True)
+    step = lcm(PIPELINE_PIXELS, pipe.vae_spatial_compression_ratio * pipe.transformer_spatial_patch_size)
+    if (step, pipe.vae_temporal_compression_ratio) != (info.grid.pixels, info.grid.frames):
+        raise RenderError(f"cannot load {source.label}: its VAE's config and code disagree about compression")
     _add_loras(pipe, job, local_files_only)
     if job.dtype == "fp8":
         pipe.transformer.enable_layerwise_casting(storage_dtype=FP8_STORAGE, compute_dtype=DTYPES["fp8"])
@@ -140,7 +147,7 @@ def _pipeline(source: Source, info: ModelInfo, job: RenderJob, local_files_only:
 def _checkpoint_parts(
     source: Source, info: ModelInfo, dtype: torch.dtype, local_files_only: bool
 ) -> dict[str, Any]:
-    """The components whose weights a single file holds, built after the configs of the folder or hub model."""
+    """The components whose weights a single file holds, built by the configs of folder or hub model."""
     assert source.checkpoint is not None
     names = tensor_names(source.checkpoint)
     if info.family == "ltx2":
@@ -162,19 +169,17 @@ def _checkpoint_parts(
     for name, cls in classes.items():
         if not present[name]:
             continue
-        part = cls.from_single_file(
-            str(source.checkpoint),
-            config=source.hub_id or str(source.folder),
-            subfolder=name,
-            torch_dtype=torch.float32 if name in FP32_PARTS else dtype,
-            local_files_only=local_files_only,
-        )
-        empty = [key for key, tensor in part.state_dict().items() if tensor.is_meta]
-        if empty:
-            raise RenderError(
-                f"cannot load {source.checkpoint}: {len(empty)} tensors of the {name} are missing, the first is "
-                f"{empty[0]}"
+        try:
+            part = cls.from_single_file(
+                str(source.checkpoint),
+                config=source.hub_id or str(source.folder),
+                subfolder=name,
+                torch_dtype=torch.float32 if name in FP32_PARTS else dtype,
+                local_files_only=local_files_only,
             )
+        except NotImplementedError:
+            # What the file lacks has stayed on the meta device, from where nothing can be moved.
+            raise RenderError(f"cannot load {source.checkpoint}: it lacks tensors of the {name}") from None
         parts[name] = part
     return parts
 
@@ -191,8 +196,8 @@ def _upsampler(source: Source, job: RenderJob, local_files_only: bool) -> Any:
         )
     except OSError:
         raise UsageError(
-            f"the distilled recipe needs a latent upsampler, and {place} has no latent_upsampler folder: name one "
-            "by --upsampler"
+            f"the distilled recipe needs a latent upsampler, and {place} has no latent_upsampler "
+            "folder: name one by --upsampler"
         ) from None
 
 
@@ -203,15 +208,11 @@ def _add_loras(pipe: Any, job: RenderJob, local_files_only: bool) -> None:
         options: dict[str, Any] = {"local_files_only": local_files_only, "use_safetensors": True}
         where: str | Path = lora.source
         if path.is_file():
-            if path.suffix != ".safetensors":
-                raise UsageError(f"--lora {path}: weights must be safetensors")
             tensor_names(path)
             where, options["weight_name"] = path.parent, path.name
         elif path.is_dir():
             require_intact(path)
             where = path
-        elif path.suffix or lora.source.count("/") != 1:
-            raise UsageError(f"--lora {lora.source}: no such file or folder")
         name = f"lora_{index}"
         try:
             with hub_errors(lora.source):
@@ -229,7 +230,7 @@ def _add_loras(pipe: Any, job: RenderJob, local_files_only: bool) -> None:
 
 
 def place(loaded: Loaded) -> None:
-    """Put everything but the text encoder where the offload setting wants it; called once the prompts are done."""
+    """Put the parts, but for a resident text encoder, where the offload setting wants them."""
     pipe, device = loaded.pipe, loaded.device
     if loaded.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
@@ -266,6 +267,8 @@ def quiet() -> None:
     """Silence diffusers' and transformers' own bars and notices; the render reports for them."""
     import transformers
 
+    # Its replacement does not exist in every diffusers of the supported range.
+    warnings.filterwarnings("ignore", message="`torch_dtype` is deprecated", category=FutureWarning)
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

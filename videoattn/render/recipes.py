@@ -13,7 +13,6 @@ from diffusers import (
     LTX2LatentUpsamplePipeline,
     LTX2Pipeline,
     LTXImageToVideoPipeline,
-    LTXPipeline,
 )
 from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, LTX2_5_IMAGE_CRF
 from PIL import Image
@@ -29,7 +28,7 @@ from videoattn.render.settings import KNOBS, SIGMAS_FULL, SIGMAS_HALF
 class ExplicitFloat(float):
     """A number that is true even when it is 0.
 
-    LTX2Pipeline reads `audio_x = audio_x or x`, so that a plain 0 for sound would turn into the picture's value.
+    LTX2Pipeline reads `audio_x = audio_x or x`, so a plain 0 for sound would become the picture's value.
     """
 
     def __bool__(self) -> bool:
@@ -100,7 +99,8 @@ def _ltx2(loaded: Loaded, inputs: Inputs, watch: Watch, generator: torch.Generat
 
 def _distilled(loaded: Loaded, inputs: Inputs, watch: Watch, generator: torch.Generator) -> Made:
     job = inputs.job
-    assert job.width and job.height
+    assert job.width is not None
+    assert job.height is not None
     # A checkpoint's own shifting would silently bend the distilled sigmas.
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(
         loaded.pipe.scheduler.config, use_dynamic_shifting=False, shift_terminal=None, shift=1.0
@@ -174,9 +174,7 @@ def _knobs(loaded: Loaded, job: RenderJob) -> dict[str, Any]:
     return knobs
 
 
-def _ltx2_pipe(
-    loaded: Loaded, inputs: Inputs, arguments: dict[str, Any], scheduler: FlowMatchEulerDiscreteScheduler
-) -> Any:
+def _ltx2_pipe(loaded: Loaded, inputs: Inputs, arguments: dict[str, Any], scheduler: Any) -> Any:
     cls = LTX2Pipeline if inputs.image is None else LTX2ImageToVideoPipeline
     if inputs.image is not None:
         arguments["image"] = inputs.image

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 
 from videoattn.render import clip as clips
-from videoattn.render import metadata, models, recipes, sources
+from videoattn.render import metadata, models, recipes
+from videoattn.render.checks import Prepared, check, check_places, expected_bytes
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.files import StagedFiles, require_space, unused_name
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
 from videoattn.render.prompts import PromptCache
-from videoattn.render.settings import is_guided, perturbs, resolve
+from videoattn.render.settings import is_guided, perturbs
 
+LTX_KINDS = ("video_self", "video_text")
+VIDEO_KINDS = (*LTX_KINDS, "video_connector")
 LOAD_FIELDS = (
     "model",
     "revision",
@@ -59,30 +60,18 @@ class RenderResult:
 
 
 @dataclass(slots=True)
-class Prepared:
-    """A checked, resolved job with the source and abilities of its model."""
-
-    job: RenderJob
-    source: sources.Source
-    info: sources.ModelInfo
-    image: Image.Image | None
-    image_sha256: str | None
-
-
-@dataclass(slots=True)
 class _Ready:
     key: tuple[Any, ...]
     loaded: models.Loaded
-    handle: Any
     prompts: PromptCache
-    placed: bool = False
+    handle: Any = None
 
 
 class Renderer:
     """Renders jobs one after another and keeps the latest model loaded between them.
 
-    `device` is a torch device's name, by default the first CUDA device or the CPU. `warn` receives one line for
-    whatever a user should know and that is no error.
+    `device` is a torch device's name, by default the first CUDA device or the CPU. `warn` receives one line
+    for whatever a user should know and that is no error.
     """
 
     def __init__(
@@ -98,29 +87,21 @@ class Renderer:
         self._ready: _Ready | None = None
 
     def check(self, job: RenderJob) -> Prepared:
-        """Everything that can be known before weights are loaded.
+        """`checks.check` with this renderer's settings, dtype made explicit."""
+        return self._with_dtype(check(job, local_files_only=self.local_files_only, warn=self._warn))
 
-        Raises UsageError for a model, size, image or setting that cannot work.
-        """
-        source = sources.find(job, local_files_only=self.local_files_only)
-        info = sources.describe(source)
-        resolved = resolve(
-            job,
-            info,
-            dtype=models.pick_dtype(job.dtype, self.device),
-            defaults=_demo_defaults() if job.model == "demo" else None,
-        )
-        if job.model == "demo":
-            self._warn_unknown_words(resolved)
-        image, digest = _open_image(resolved.image) if resolved.image else (None, None)
-        return Prepared(resolved, source, info, image, digest)
+    def _with_dtype(self, prepared: Prepared) -> Prepared:
+        dtype = models.pick_dtype(prepared.job.dtype, self.device)
+        return replace(prepared, job=prepared.job.model_copy(update={"dtype": dtype}))
 
     def prepare(self, jobs: Iterable[Prepared], progress: Listener | None = None) -> None:
         """Load the first job's model and encode the prompts of all jobs that share it."""
-        jobs = list(jobs)
+        jobs = [self._with_dtype(each) for each in jobs]
         if jobs:
             ready = self._load(jobs[0], progress or Silent())
-            self._encode(ready, [each.job for each in jobs if _key(each.job) == ready.key], progress or Silent())
+            self._encode(
+                ready, [each.job for each in jobs if _key(each.job) == ready.key], progress or Silent()
+            )
 
     def render(
         self,
@@ -135,32 +116,33 @@ class Renderer:
     ) -> RenderResult:
         """Render one job into an mp4, with a poster, a preview and a timing log where asked.
 
-        All files appear together at the end, or none does. Raises UsageError or RenderError, one line each, and
-        whatever `progress` raises.
+        All files appear together at the end, or none does. Raises UsageError or RenderError, one line
+        each, and whatever `progress` raises.
         """
         listener = progress or Silent()
-        prepared = self.check(job) if isinstance(job, RenderJob) else job
+        prepared = self.check(job) if isinstance(job, RenderJob) else self._with_dtype(job)
         job = prepared.job
-        assert job.width and job.height and job.num_frames and job.frame_rate
+        assert job.width is not None
+        assert job.height is not None
+        assert job.num_frames is not None
         output = output or unused_name(job.prompt, job.seed)
-        if output.suffix.lower() not in {".mp4", ".m4v", ".mov"}:
-            raise UsageError(f"cannot write {output}: a clip's name ends in .mp4")
-        if preview is not None:
-            clips.preview_format(preview)
-        places = [place.resolve() for place in (output, poster, preview, timing) if place is not None]
-        if len(set(places)) < len(places):
-            raise UsageError("two outputs have the same name: the clip, poster, preview and log need one each")
+        check_places(output, poster=poster, preview=preview, timing=timing)
 
         with StagedFiles() as files, _device_memory(lambda: clock.stage):
             clock = _Clock(listener)
-            staged = {place: files.stage(place) for place in (poster, preview, timing, output) if place is not None}
-            require_space(output, clips.expected_bytes(job.width, job.height, job.num_frames))
+            staged = {
+                place: files.stage(place) for place in (poster, preview, timing, output) if place is not None
+            }
+            require_space(output, expected_bytes(job.width, job.height, job.num_frames))
+            _require_kernels(prepared, self.device, compare)
             started = time.monotonic()
             ready = self._load(prepared, clock)
             load_seconds = time.monotonic() - started
             clock.restart()
-            with _recording(staged[timing] if timing else None, compare, bool(timing or compare)) as recording:
-                clock.record(recording, output.name, ready.handle)
+            with _recording(
+                staged[timing] if timing else None, compare, bool(timing or compare)
+            ) as recording:
+                clock.record(recording, output.name, ready)
                 self._encode(ready, [job], clock)
                 made_clip = _to_clip(self._run(ready, prepared, clock), job)
                 clock.phase("encode", job.num_frames)
@@ -219,23 +201,24 @@ class Renderer:
             self.device,
             local_files_only=self.local_files_only,
         )
-        ready = _Ready(key, loaded, _install(loaded, prepared.job), PromptCache(loaded, self._warn))
-        if prepared.job.compile:
-            models.compile_blocks(loaded, fullgraph=not perturbs(prepared.job))
+        self._ready = _Ready(key, loaded, PromptCache(loaded, self._warn))
         if not loaded.resident:
             models.place(loaded)
-            ready.placed = True
-        self._ready = ready
-        return ready
+        return self._ready
 
     def _encode(self, ready: _Ready, jobs: list[RenderJob], listener: Listener) -> None:
         texts = ready.prompts.needed(jobs)
         if texts:
             listener.phase("encode_prompt", len(texts))
             ready.prompts.encode(texts, listener.step)
-        if not ready.placed:
+        if ready.handle is not None:
+            return
+        # The other parts come to the device once the text encoder has left it, and kernels are chosen there.
+        if ready.loaded.resident:
             models.place(ready.loaded)
-            ready.placed = True
+        ready.handle = _install(ready.loaded, jobs[0])
+        if jobs[0].compile:
+            models.compile_blocks(ready.loaded, fullgraph=not perturbs(jobs[0]))
 
     def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock) -> recipes.Made:
         job = prepared.job
@@ -246,15 +229,6 @@ class Renderer:
             prepared.image,
         )
         return recipes.run(ready.loaded, inputs, recipes.Watch(clock.phase, clock.step))
-
-    def _warn_unknown_words(self, job: RenderJob) -> None:
-        from videoattn import demo
-
-        for text in (job.prompt, job.negative_prompt):
-            unknown = demo.unknown_words(text) if text else []
-            if unknown:
-                words = ", ".join(f"'{word}'" for word in unknown)
-                self._warn(f"the demo model does not know {words}; it knows {', '.join(demo.known_words())}")
 
 
 def render(
@@ -286,35 +260,43 @@ def _key(job: RenderJob) -> tuple[Any, ...]:
 
 
 def _install(loaded: models.Loaded, job: RenderJob) -> Any:
+    from videoattn import install
     from videoattn.dispatch import KernelUnavailable
 
-    try:
-        from videoattn import install
-    except ImportError:
-        return _TmpHandle()
     try:
         return install(loaded.pipe, kernels=job.kernels)
     except KernelUnavailable as error:
         raise RenderError(str(error)) from None
 
 
-def _demo_defaults() -> dict[str, Any]:
-    from videoattn import demo
+def _require_kernels(prepared: Prepared, device: torch.device, compare: tuple[str, ...]) -> None:
+    """Raise RenderError before anything is loaded if a kernel asked for by name cannot run here at all."""
+    from videoattn.dispatch import KINDS, AttentionCall, KernelUnavailable, choose, device_capability
 
-    return dict(demo.DEFAULTS)
+    info, asked = prepared.info, prepared.job.kernels
+    kinds = LTX_KINDS if info.family == "ltx" else KINDS
+    dtype, capability = models.DTYPES[prepared.job.dtype], device_capability(device)
 
+    def refusal(kind: str, name: str) -> str | None:
+        heads, head_dim = info.video_heads if kind in VIDEO_KINDS else info.audio_heads
+        call = AttentionCall(1, heads, 1024, 1024, head_dim, dtype, device.type, capability, kind=kind)
+        try:
+            choose(call, name)
+        except KernelUnavailable as error:
+            return str(error)
+        return None
 
-def _open_image(place: str) -> tuple[Image.Image, str]:
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise UsageError(f"no such image: {path}")
-    try:
-        data = path.read_bytes()
-        with Image.open(path) as image:
-            image.load()
-            return image.convert("RGB"), hashlib.sha256(data).hexdigest()
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        raise UsageError(f"{path} is no image that Pillow can read: give a PNG, JPEG or WebP file") from None
+    wanted = dict.fromkeys(kinds, asked) if isinstance(asked, str) else asked
+    for kind, name in wanted.items():
+        if kind not in kinds:
+            raise UsageError(f"--attention: {info.name} has no {kind} calls, only {', '.join(kinds)}")
+        reason = refusal(kind, name)
+        if reason is not None:
+            raise RenderError(reason)
+    for arm in compare:
+        reasons = [refusal(kind, arm) for kind in kinds]
+        if reasons[0] is not None and None not in reasons:
+            raise RenderError(f"--compare: {reasons[0]}")
 
 
 def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:
@@ -340,8 +322,8 @@ def _device_memory(stage: Callable[[], str]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise RenderError(
-            f"out of GPU memory in stage {stage()}: try --offload model or group, --vae-tiling, a smaller size "
-            "or fewer frames"
+            f"out of GPU memory in stage {stage()}: try --offload model or group, --vae-tiling, a smaller "
+            "size or fewer frames"
         ) from None
 
 
@@ -362,21 +344,20 @@ class _Clock:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._recording: Any = None
-        self._place: dict[str, Any] = {}
         self.seconds: dict[str, float] = {}
         self.stage = "start"
         self._since = time.monotonic()
 
-    def record(self, recording: Any, clip: str, handle: Any) -> None:
-        self._recording = recording
-        self._place = {"clip": clip, "layers": dict(handle.layers)}
+    def record(self, recording: Any, clip: str, ready: _Ready) -> None:
+        self._recording, self._clip, self._ready = recording, clip, ready
 
     def phase(self, name: str, total: int | None) -> None:
         self.stop()
         self.stage = name
         self._listener.phase(name, total)
         if self._recording is not None:
-            self._recording.enter(stage=name, **self._place)
+            handle = self._ready.handle
+            self._recording.enter(clip=self._clip, stage=name, layers={} if handle is None else handle.layers)
 
     def step(self, done: int) -> None:
         if self._recording is not None:
@@ -392,15 +373,3 @@ class _Clock:
     def restart(self) -> None:
         self._since = time.monotonic()
         self.stage = "start"
-
-
-class _TmpHandle:
-    layers: dict[str, int] = {}
-
-    class receipt:
-        @staticmethod
-        def to_dict():
-            return {}
-
-    def uninstall(self):
-        pass

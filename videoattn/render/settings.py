@@ -18,9 +18,9 @@ KNOBS = (
     "guidance_rescale",
     "audio_guidance_rescale",
 )
-OFF = dict(zip(KNOBS, (1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0), strict=True))
+OFF: dict[str, float] = dict(zip(KNOBS, (1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0), strict=True))
 # The model authors' settings, as diffusers 0.42 carries them; LTX-2.0 was released with plain guidance.
-GUIDED = {
+GUIDED: dict[str, dict[str, float]] = {
     "0.9": {**OFF, "guidance_scale": 3.0},
     "2.0": {**OFF, "guidance_scale": 4.0, "audio_guidance_scale": 4.0},
     "2.3": dict(zip(KNOBS, (3.0, 7.0, 1.0, 1.0, 3.0, 3.0, 0.7, 0.7), strict=True)),
@@ -38,11 +38,11 @@ SIGMAS_FULL = (0.909375, 0.725, 0.421875)
 DECODE_TIMESTEP, DECODE_NOISE_SCALE = 0.05, 0.025
 
 
-def resolve(job: RenderJob, info: ModelInfo, *, dtype: str, defaults: dict[str, Any] | None = None) -> RenderJob:
-    """The job with every field explicit.
+def resolve(job: RenderJob, info: ModelInfo, *, defaults: dict[str, Any] | None = None) -> RenderJob:
+    """The job with every field explicit but `dtype`, which the device decides.
 
-    `defaults` are a model's own values and come before the family's. Raises UsageError for sizes that the model
-    cannot make and for settings that it does not have.
+    `defaults` are a model's own values and come before the family's. Raises UsageError for sizes that the
+    model cannot make and for settings that it does not have.
     """
     _refuse_foreign(job, info)
     values: dict[str, Any] = dict(SIZES[info.family])
@@ -52,15 +52,19 @@ def resolve(job: RenderJob, info: ModelInfo, *, dtype: str, defaults: dict[str, 
     values |= {name: value for name, value in (defaults or {}).items() if name in RenderJob.model_fields}
     values |= {"vae_tiling": job.offload != "none"}
     asked = {name: value for name, value in job.model_dump().items() if value is not None}
-    given = {name: value for name, value in asked.items() if name in job.model_fields_set or name not in values}
-    merged = values | given | {"dtype": dtype}
+    given = {
+        name: value for name, value in asked.items() if name in job.model_fields_set or name not in values
+    }
+    merged = values | given
     merged |= _guidance(job, info, merged)
     if job.recipe == "distilled":
         merged["num_inference_steps"] = len(SIGMAS_HALF) + len(SIGMAS_FULL)
     complete = RenderJob.parse(merged)
     if not complete.prompt:
         raise UsageError("there is no prompt: say what the clip shows")
-    assert complete.width and complete.height and complete.num_frames
+    assert complete.width is not None
+    assert complete.height is not None
+    assert complete.num_frames is not None
     grid = info.grid.halved_first() if complete.recipe == "distilled" else info.grid
     grid.check(complete.width, complete.height, complete.num_frames)
     return complete
@@ -69,18 +73,25 @@ def resolve(job: RenderJob, info: ModelInfo, *, dtype: str, defaults: dict[str, 
 def _refuse_foreign(job: RenderJob, info: ModelInfo) -> None:
     if info.family == "ltx":
         if job.recipe == "distilled":
-            raise UsageError(f"the distilled recipe is for LTX-2.x, this is {info.name}: use --recipe one-stage")
+            raise UsageError(
+                f"the distilled recipe is for LTX-2.x, this is {info.name}: use --recipe one-stage"
+            )
         for name in (*KNOBS[1:6], "audio_guidance_rescale", "spatio_temporal_guidance_blocks"):
             if getattr(job, name) not in (None, OFF.get(name)):
                 raise UsageError(f"--{name.replace('_', '-')} is a setting of LTX-2.x, this is {info.name}")
-    if job.recipe == "distilled" and job.num_inference_steps not in (None, len(SIGMAS_HALF) + len(SIGMAS_FULL)):
+    if job.recipe == "distilled" and job.num_inference_steps not in (
+        None,
+        len(SIGMAS_HALF) + len(SIGMAS_FULL),
+    ):
         raise UsageError(
             "the distilled recipe has its own steps (8 at half size, 3 at full size): leave "
             "--num-inference-steps out"
         )
     blocks = job.spatio_temporal_guidance_blocks or ()
     if any(not 0 <= block < info.layers for block in blocks):
-        raise UsageError(f"--spatio-temporal-guidance-blocks {list(blocks)}: the model has blocks 0 to {info.layers - 1}")
+        raise UsageError(
+            f"--spatio-temporal-guidance-blocks {list(blocks)}: the model has blocks 0 to {info.layers - 1}"
+        )
 
 
 def _guidance(job: RenderJob, info: ModelInfo, merged: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +135,11 @@ def forwards_per_step(job: RenderJob) -> int:
 
 def work(job: RenderJob) -> str:
     """One phrase on what a step costs."""
-    parts = [name for name, on in (("guidance", is_guided(job)), ("STG", perturbs(job)), ("isolation", isolates(job))) if on]
+    parts = [
+        name
+        for name, on in (("guidance", is_guided(job)), ("STG", perturbs(job)), ("isolation", isolates(job)))
+        if on
+    ]
     samples = 1 + is_guided(job) + perturbs(job) + isolates(job)
     with_what = f" ({', '.join(parts)})" if parts else ""
     return f"{job.num_inference_steps} steps of {samples} sample{'s' if samples > 1 else ''}{with_what}"

@@ -1,4 +1,4 @@
-"""Where a model comes from: the demo, a folder, a hub id or a single file; and what its configs say it can do."""
+"""Where a model comes from (demo, folder, hub id, single file) and what its configs say it can do."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a model can make, from its configs."""
+    """What a model can make, from its configs; heads are `(number, head_dim)`."""
 
     family: Family
     generation: Generation
@@ -51,6 +51,8 @@ class ModelInfo:
     sound: bool
     timestep_conditioned: bool
     layers: int
+    video_heads: tuple[int, int] = (32, 128)
+    audio_heads: tuple[int, int] = (32, 64)
 
     @property
     def name(self) -> str:
@@ -105,8 +107,8 @@ def _usual_components(path: Path) -> str:
     repository = fetch_diffusers_config(tensors)["pretrained_model_name_or_path"]
     if "LTX" not in repository:
         raise UsageError(
-            f"{path} does not look like an LTX checkpoint: if it is one, name the folder with the other parts "
-            "by --components"
+            f"{path} does not look like an LTX checkpoint: if it is one, name the folder with the other "
+            "parts by --components"
         )
     return repository
 
@@ -145,7 +147,9 @@ class hub_errors:
         if isinstance(error, errors.RevisionNotFoundError):
             raise UsageError(f"{name} has no such revision") from None
         if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
-            raise UsageError(f"unknown model '{name}': there is no such folder here and no such hub model") from None
+            raise UsageError(
+                f"unknown model '{name}': there is no such folder here and no such hub model"
+            ) from None
         if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
             raise UsageError(
                 f"unknown model '{name}': there is no such folder here, and it is not in the local hub cache "
@@ -162,29 +166,33 @@ def describe(source: Source) -> ModelInfo:
 
 @lru_cache(maxsize=32)
 def _describe(folder: Path) -> ModelInfo:
-    index = _json(folder / "model_index.json", f"{folder} is no diffusers pipeline: it has no model_index.json")
+    index = _json(
+        folder / "model_index.json", f"{folder} is no diffusers pipeline: it has no model_index.json"
+    )
     transformer_class = (index.get("transformer") or [None, None])[1]
     family = FAMILIES.get(str(transformer_class))
     if family is None:
         raise UsageError(
-            f"{folder} holds {index.get('_class_name', 'an unknown pipeline')}: videoattn renders LTX-Video and "
-            "LTX-2.x"
+            f"{folder} holds {index.get('_class_name', 'an unknown pipeline')}: videoattn renders "
+            "LTX-Video and LTX-2.x"
         )
     transformer = _json(folder / "transformer" / "config.json", f"{folder} lacks transformer/config.json")
-    vae = _vae(index, _json(folder / "vae" / "config.json", f"{folder} lacks vae/config.json"), folder)
-    patch, patch_t = transformer.get("patch_size", 1), transformer.get("patch_size_t", 1)
-    grid = Grid(
-        lcm(PIPELINE_PIXELS, vae.spatial_compression_ratio * patch), vae.temporal_compression_ratio * patch_t
-    )
-    if patch_t > 1:
-        raise UsageError(f"{folder}: a transformer with patch_size_t {patch_t} is not supported")
+    vae = _json(folder / "vae" / "config.json", f"{folder} lacks vae/config.json")
+    if transformer.get("patch_size_t", 1) > 1:
+        raise UsageError(
+            f"{folder}: a transformer that groups frames (patch_size_t above 1) is not supported"
+        )
+    space, span = _compression(vae)
+    grid = Grid(lcm(PIPELINE_PIXELS, space * transformer.get("patch_size", 1)), span)
     return ModelInfo(
         family,
         _generation(family, transformer),
         grid,
         family == "ltx2" and (index.get("vocoder") or [None])[0] is not None,
-        bool(vae.config.get("timestep_conditioning", False)),
+        bool(vae.get("timestep_conditioning", False)),
         int(transformer.get("num_layers", 0)),
+        (transformer.get("num_attention_heads", 32), transformer.get("attention_head_dim", 64)),
+        (transformer.get("audio_num_attention_heads", 32), transformer.get("audio_attention_head_dim", 64)),
     )
 
 
@@ -196,17 +204,13 @@ def _generation(family: Family, config: dict[str, Any]) -> Generation:
     return "2.3" if config.get("perturbed_attn", False) else "2.0"
 
 
-def _vae(index: dict[str, Any], config: dict[str, Any], folder: Path) -> Any:
-    # The model class alone knows its compression; on the meta device it costs no memory.
-    import diffusers
-    import torch
-
-    name = index.get("vae", [None, None])[1]
-    cls = getattr(diffusers, str(name), None)
-    if cls is None or "LTX" not in str(name):
-        raise UsageError(f"{folder}: the VAE {name} is not one that LTX pipelines use")
-    with torch.device("meta"):
-        return cls.from_config(config)
+def _compression(config: dict[str, Any]) -> tuple[int, int]:
+    """A VAE's compression in space and time, derived as AutoencoderKLLTXVideo does."""
+    scaling = config.get("spatio_temporal_scaling", (True, True, True, True))
+    halvings = sum(scaling) if isinstance(scaling, (list, tuple)) else 0
+    space = config.get("spatial_compression_ratio") or config.get("patch_size", 4) * 2**halvings
+    span = config.get("temporal_compression_ratio") or config.get("patch_size_t", 1) * 2**halvings
+    return int(space), int(span)
 
 
 def _json(path: Path, missing: str) -> dict[str, Any]:

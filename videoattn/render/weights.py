@@ -20,7 +20,9 @@ def tensor_names(path: Path) -> list[str]:
         with safe_open(str(path), framework="pt") as file:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise RenderError(f"cannot load {path}: the safetensors file is corrupt or incomplete ({error})") from None
+        raise RenderError(
+            f"cannot load {path}: the safetensors file is corrupt or incomplete ({error})"
+        ) from None
 
 
 def open_checkpoint(path: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from videoattn import kernels
 from videoattn.dispatch import AttentionCall, KernelUnavailable, device_capability
 
+SLOTS = 1 << 14
 # Bounds the fp32 difference held at a time (elements).
 DIFFERENCE_CHUNK = 1 << 24
 
@@ -59,6 +61,44 @@ def _ltx_calls() -> tuple[AttentionCall, ...]:
 def refusal(call: AttentionCall, name: str) -> str | None:
     """None, or the reason the kernel of that name can't serve the call."""
     return kernels.get(name).supports(call)
+
+
+class Slots:
+    """Scalars on one device, written one by one by its own work and read all at once.
+
+    A tensor made during a call may lie in the memory of a CUDA graph that is being warmed up, where nothing
+    must outlive the call; these are made when a stage starts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._chunks: list[torch.Tensor] = []
+        self._count = 0
+        self._values: list[float] = []
+        self._lock = threading.Lock()
+        self._grow()
+
+    def _grow(self) -> None:
+        # An inference tensor could not be written outside inference mode later.
+        with torch.inference_mode(False):
+            self._chunks.append(torch.empty(SLOTS, device=self._device))
+
+    def put(self, scalar: torch.Tensor) -> int:
+        """Copy a scalar into the next slot; its number."""
+        with self._lock:
+            number = self._count
+            self._count += 1
+            if number >= SLOTS * len(self._chunks):
+                self._grow()
+            slot = self._chunks[number // SLOTS][number % SLOTS]
+        slot.copy_(scalar)
+        return number
+
+    def read(self, number: int) -> float:
+        """The value of a slot; the first question copies all slots to the host."""
+        if len(self._values) != self._count:
+            self._values = [value for chunk in self._chunks for value in chunk.tolist()][: self._count]
+        return self._values[number]
 
 
 def max_abs_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from videoattn.dispatch import AttentionCall
+from videoattn.dispatch import AttentionCall, Kind
 from videoattn.timing.clock import Clock, Span
+from videoattn.timing.compare import Slots
 from videoattn.timing.log import ArmTime, CallRow, ForwardTime, Mark, StageTime, TimingLog
 from videoattn.timing.place import Place, Places
 
@@ -19,7 +20,7 @@ class Arm:
     """A shadow arm beside one call: its span and result, or the reason it did not run."""
 
     span: Span | None = None
-    difference: torch.Tensor | None = None
+    difference: tuple[Slots, int] | None = None
     reason: str | None = None
 
 
@@ -44,11 +45,12 @@ class Stage:
 
     clip: str | None
     name: str | None
-    layers: Mapping[str, int]
+    layers: Mapping[Kind, int]
     began: float = 0.0
     seconds: float = 0.0
     shadow_seconds: float = 0.0
     pending: list[PendingCall] = field(default_factory=list)
+    slots: dict[torch.device, Slots] = field(default_factory=dict)
     forwards: list[tuple[int | None, Clock, Span]] = field(default_factory=list)
     places: Places = field(init=False)
 
@@ -57,10 +59,9 @@ class Stage:
 
     def resolve(self, log: TimingLog) -> None:
         """Read every span of the stage into rows of the log; its device work must be done."""
-        differences = _read([arm.difference for call in self.pending for arm in call.arms.values()])
         lengths = _read_lengths(self.pending)
         for pending in self.pending:
-            row = _row(self, pending, differences, lengths)
+            row = _row(self, pending, lengths)
             if pending.whole is not None and row.milliseconds is not None:
                 spent, _ = pending.clock.read(pending.whole)
                 self.shadow_seconds += max(0.0, spent - row.milliseconds) / 1e3
@@ -71,9 +72,7 @@ class Stage:
         log.stages.append(StageTime(self.clip, self.name, self.seconds, self.shadow_seconds))
 
 
-def _row(
-    stage: Stage, pending: PendingCall, differences: dict[int, float], lengths: dict[int, list[int]]
-) -> CallRow:
+def _row(stage: Stage, pending: PendingCall, lengths: dict[int, list[int]]) -> CallRow:
     call, place = pending.call, pending.place
     milliseconds, mark = _time(pending.clock, pending.span)
     row = CallRow(
@@ -99,7 +98,7 @@ def _row(
     if milliseconds and mark is None and row.flops is not None:
         row.tflops = row.flops / milliseconds / 1e9
     for name, arm in pending.arms.items():
-        row.arms[name] = _arm_time(pending, arm, row, differences)
+        row.arms[name] = _arm_time(pending, arm, row)
     return row
 
 
@@ -109,11 +108,12 @@ def _kv_tokens(pending: PendingCall, lengths: dict[int, list[int]]) -> int | Non
     return sum(lengths[id(pending.kv_lengths)]) if pending.kv_lengths is not None else None
 
 
-def _arm_time(pending: PendingCall, arm: Arm, row: CallRow, differences: dict[int, float]) -> ArmTime:
-    if arm.span is None:
+def _arm_time(pending: PendingCall, arm: Arm, row: CallRow) -> ArmTime:
+    if arm.span is None or arm.difference is None:
         return ArmTime(reason=arm.reason)
     milliseconds, mark = _time(pending.clock, arm.span)
-    difference = differences[id(arm.difference)]
+    slots, number = arm.difference
+    difference = slots.read(number)
     finite = math.isfinite(difference)
     comparable = bool(milliseconds and row.milliseconds and mark is None and row.mark is None)
     ratio = milliseconds / row.milliseconds if comparable else None  # type: ignore[operator]
@@ -125,18 +125,6 @@ def _time(clock: Clock, span: Span | None) -> tuple[float | None, Mark | None]:
         return None, "graph capture"
     milliseconds, gap = clock.read(span)
     return milliseconds, "launch gap" if gap else None
-
-
-def _read(scalars: list[torch.Tensor | None]) -> dict[int, float]:
-    """Scalars by id, one host copy per device."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for scalar in scalars:
-        if scalar is not None:
-            by_device.setdefault(scalar.device, []).append(scalar)
-    values: dict[int, float] = {}
-    for group in by_device.values():
-        values.update(zip(map(id, group), torch.stack(group).tolist(), strict=True))
-    return values
 
 
 def _read_lengths(pending: list[PendingCall]) -> dict[int, list[int]]:

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from videoattn.dispatch import Kind
+
 # The order of the calls in one block of LTX2VideoTransformer3DModel (diffusers 0.42, transformer_ltx2.py);
 # LTX-Video's blocks have the two video ones.
 BLOCK_ORDER = ("video_self", "audio_self", "video_text", "audio_text", "audio_to_video", "video_to_audio")
 _RANK = {kind: rank for rank, kind in enumerate(BLOCK_ORDER)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """A call's number among those of its kind in the stage, and its forward and layer where known."""
 
@@ -29,11 +31,11 @@ class Places:
     Calls of other kinds are counted.
     """
 
-    def __init__(self, layers: Mapping[str, int]) -> None:
+    def __init__(self, layers: Mapping[Kind, int]) -> None:
         for kind, count in layers.items():
             if count < 1:
                 raise ValueError(f"layers[{kind!r}] must be at least 1, got {count}")
-        self._layers = layers
+        self._layers: dict[str, int] = {**layers}
         self._calls: Counter[str | None] = Counter()
         self._block = -1
         self._rank = len(BLOCK_ORDER)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from videoattn.dispatch import AttentionCall, Choice
+from videoattn.dispatch import AttentionCall, Choice, Kind
 from videoattn.timing.clock import Clock, CudaClock, clock_for
-from videoattn.timing.compare import arm_names, max_abs_difference, refusal, refuse_idle_arms
+from videoattn.timing.compare import Slots, arm_names, max_abs_difference, refusal, refuse_idle_arms
 from videoattn.timing.log import CallRow, TimingLog
 from videoattn.timing.pending import Arm, PendingCall, Stage
 from videoattn.version import __version__
@@ -120,7 +120,7 @@ class Recording:
         *,
         clip: str | None = None,
         stage: str | None = None,
-        layers: Mapping[str, int] | None = None,
+        layers: Mapping[Kind, int] | None = None,
     ) -> None:
         """Start a stage; the one before ends here.
 
@@ -137,7 +137,7 @@ class Recording:
             Stage(
                 before.clip if clip is None else clip,
                 stage,
-                dict(before.layers if layers is None else layers),
+                before.layers if layers is None else dict(layers),
             )
         )
 
@@ -154,8 +154,7 @@ class Recording:
         span = clock.start()
         yield
         clock.stop(span)
-        with self._lock:
-            stage.forwards.append((self.step, clock, span))
+        stage.forwards.append((self.step, clock, span))
 
     def record(
         self,
@@ -179,16 +178,15 @@ class Recording:
             result = launch(choice.kernel)
             pending.arms = {name: Arm(reason="captured into a CUDA graph") for name in self.compare}
         elif self.compare:
-            result = self._run_arms(pending, launch)
+            result = self._run_arms(stage, pending, launch, device)
         else:
             pending.span = clock.start()
             result = launch(choice.kernel)
             clock.stop(pending.span)
-        with self._lock:
-            stage.pending.append(pending)
+        stage.pending.append(pending)
         return result
 
-    def _run_arms(self, pending: PendingCall, launch: Launch) -> Result:
+    def _run_arms(self, stage: Stage, pending: PendingCall, launch: Launch, device: torch.device) -> Result:
         clock, call = pending.clock, pending.call
         pending.whole = clock.start()
         outputs: dict[str, torch.Tensor] = {}
@@ -219,9 +217,17 @@ class Recording:
                 clock.stop(arm.span)
         assert result is not None
         for name, output in outputs.items():
-            pending.arms[name].difference = max_abs_difference(result[0], output)
+            slots = self._slots(stage, device)
+            pending.arms[name].difference = slots, slots.put(max_abs_difference(result[0], output))
         clock.stop(pending.whole)
         return result
+
+    def _slots(self, stage: Stage, device: torch.device) -> Slots:
+        slots = stage.slots.get(device)
+        if slots is None:
+            with self._lock:
+                slots = stage.slots.setdefault(device, Slots(device))
+        return slots
 
     def _refusal(self, call: AttentionCall, name: str) -> str | None:
         key = (call, name)
@@ -264,6 +270,9 @@ class Recording:
             before.seconds = now - before.began
             before.resolve(self.log)
         if following is not None:
+            if self.compare:
+                for device in {*self._clocks, _default_device()}:
+                    self._slots(following, device)
             following.began = perf_counter()
 
     def _wait(self) -> None:

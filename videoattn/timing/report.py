@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from videoattn.dispatch import KINDS
@@ -13,17 +14,19 @@ from videoattn.timing.log import CallRow, StageTime, TimingLog
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 
 @dataclass(slots=True)
 class ArmLine:
     """A shadow arm over the calls of one line.
 
-    `calls` counts the calls where both times are free of marks, and `ratio` is the arm's time over the
-    kernel's on those: above 1 the render's kernel was faster. `max_abs_diff` is the largest over all calls
-    the arm served, None when one was not finite or none was served. `whole_clip` is the clip's time with
-    the arm in place of the kernel over its time now, predicted from the ratio and the share; calls the arm
-    can't serve stay as they are. `refused` counts calls by the reason the arm did not run.
+    `calls` counts the calls where both times are free of marks, and `ratio` is the median over those of the
+    arm's time over the kernel's: above 1 the render's kernel was faster. In the total it is the mean of the
+    lines' ratios weighted by the kernel's time. `max_abs_diff` is the largest over all calls the arm served,
+    None when one was not finite or none was served. `whole_clip` is the clip's time with the arm in place of
+    the kernel over its time now, predicted from the ratio and the share; calls the arm can't serve stay as
+    they are. `refused` counts calls by the reason the arm did not run.
     """
 
     calls: int
@@ -83,10 +86,12 @@ class Report:
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
         yield _calls_table(self)
         if self.compare:
             yield _arms_table(self)
-        yield from self.notes
+        yield from map(Text, self.notes)
 
     def __str__(self) -> str:
         from io import StringIO
@@ -94,7 +99,7 @@ class Report:
         from rich.console import Console
 
         out = StringIO()
-        Console(file=out, width=120, highlight=False, markup=False).print(self)
+        Console(file=out, width=110, highlight=False).print(self)
         return out.getvalue().rstrip()
 
 
@@ -125,10 +130,13 @@ def summarise(log: TimingLog, *, whole: TimingLog | None = None) -> Report:
     ]
     total = _line(None, None, base.rows, log.rows, log.compare, render_ms)
     for name, arm in total.arms.items():
-        # Each kind has its own ratio, so the whole is the sum of the kinds' effects.
-        parts = [line.arms[name].whole_clip for line in lines]
-        known = [part for part in parts if part is not None]
-        arm.whole_clip = 1 + sum(part - 1 for part in known) if known else None
+        # Each line has a ratio of its own, so the whole is the sum of the lines' effects.
+        parts = [(line.total_ms, line.arms[name]) for line in lines]
+        weights = [(ms, part.ratio) for ms, part in parts if part.ratio is not None]
+        weight = sum(ms for ms, _ in weights)
+        arm.ratio = sum(ms * ratio for ms, ratio in weights) / weight if weight else None
+        changes = [part.whole_clip - 1 for _, part in parts if part.whole_clip is not None]
+        arm.whole_clip = 1 + sum(changes) if changes else None
     return Report(
         device=log.device,
         compare=log.compare,
@@ -204,14 +212,13 @@ def _line(
 def _arm_line(name: str, rows: list[CallRow], share: float | None) -> ArmLine:
     pairs = [(row, row.arms[name]) for row in rows if name in row.arms]
     served = [(row, arm) for row, arm in pairs if arm.reason is None]
-    both = [(row, arm) for row, arm in served if arm.ratio is not None]
-    kernel_ms = sum(row.milliseconds or 0.0 for row, _ in both)
-    ratio = sum(arm.milliseconds or 0.0 for _, arm in both) / kernel_ms if kernel_ms else None
+    ratios = [arm.ratio for _, arm in served if arm.ratio is not None]
+    ratio = median(ratios) if ratios else None
     not_finite = sum(not arm.finite for _, arm in served)
     differences = [arm.max_abs_diff for _, arm in served if arm.max_abs_diff is not None]
     served_share = None if share is None else share * len(served) / max(1, len(pairs))
     return ArmLine(
-        calls=len(both),
+        calls=len(ratios),
         ratio=ratio,
         max_abs_diff=max(differences) if differences and not not_finite else None,
         not_finite=not_finite,
@@ -263,31 +270,20 @@ def _forwards(log: TimingLog) -> str:
 
 
 def _calls_table(report: Report) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(title=f"Attention calls on {report.device}", title_justify="left", caption_justify="left")
-    table.add_column("stage")
-    table.add_column("kind")
-    table.add_column("kernel")
-    for name in ("calls", "marked", "total ms", "TFLOP/s"):
-        table.add_column(name, justify="right")
-    about = " (estimate)" if report.share_is_estimate else ""
-    table.add_column(f"of the render{about}", justify="right")
-    table.add_column("ceiling", justify="right")
-    for line in [*report.lines, report.total]:
-        last = line is report.total
-        if last:
-            table.add_section()
+    table = _table(f"Attention calls on {report.device}")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("kernel", no_wrap=True)
+    share = "≈share" if report.share_is_estimate else "share"
+    for name in ("calls", "marked", "total ms", "TFLOP/s", share, "ceiling"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, line in _labelled(report, table):
         table.add_row(
-            "all" if last else line.stage or "–",
-            "all" if last else line.kind or "–",
-            " ".join(
-                line.kernels if len(line.kernels) < 2 else (f"{k}×{n}" for k, n in line.kernels.items())
-            ),
+            label,
+            _kernels(line.kernels),
             str(line.calls),
             str(line.marked or ""),
             f"{line.total_ms:.1f}",
-            _number(line.tflops, ".1f" if (line.tflops or 0) >= 10 else ".3f"),
+            _number(line.tflops, ".1f" if (line.tflops or 0) >= 10 else ".2g"),
             _number(line.share, ".1%"),
             _number(line.ceiling, ".2f", "×"),
         )
@@ -295,37 +291,56 @@ def _calls_table(report: Report) -> RenderableType:
         total = sum(report.clip_seconds.values())
         stages = ", ".join(f"{name or '–'} {s:.2f}" for name, s in (report.stage_seconds or {}).items())
         clips = "" if report.clips == 1 else f" for {report.clips} clips"
-        table.caption = f"{total:.2f} s{clips} in all: {stages}"
+        table.caption = f"{total:.2f} s{clips}: {stages}"
     return table
-
-
-def _kernels(kernels: dict[str, int]) -> str:
-    return " ".join(kernels if len(kernels) < 2 else (f"{name}×{count}" for name, count in kernels.items()))
 
 
 def _arms_table(report: Report) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(title="Shadow arms: time of the arm / time of the kernel", title_justify="left")
-    for name in ("stage", "kind", "arm"):
-        table.add_column(name)
-    for name in ("compared", "ratio", "max|difference|", "whole clip (predicted)"):
-        table.add_column(name, justify="right")
-    for line in [*report.lines, report.total]:
-        last = line is report.total
-        if last:
-            table.add_section()
+    table = _table("Shadow arms: time of the arm over time of the kernel, median")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("arm", no_wrap=True)
+    for name in ("compared", "ratio", "max|diff|", "whole clip"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for label, line in _labelled(report, table):
         for name, arm in line.arms.items():
             table.add_row(
-                "all" if last else line.stage or "–",
-                "all" if last else line.kind or "–",
+                label,
                 name,
                 f"{arm.calls} of {line.calls}",
                 _number(arm.ratio, ".3f", "×"),
-                "not finite" if arm.not_finite else _number(arm.max_abs_diff, ".2e"),
+                "not finite" if arm.not_finite else _number(arm.max_abs_diff, ".1e"),
                 _number(arm.whole_clip, ".3f", "×"),
             )
+    table.caption = "whole clip: its predicted time with the arm in place of the kernel, over its time now"
     return table
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    return table
+
+
+def _labelled(report: Report, table: Table) -> Iterator[tuple[str, Line]]:
+    """Each line with its label; a stage's name goes into the table before its first line."""
+    from rich.text import Text
+
+    stage: object = report
+    for line in report.lines:
+        if line.stage != stage:
+            stage = line.stage
+            table.add_row(Text(line.stage or "–", "bold"))
+        yield f"  {line.kind or '–'}", line
+    table.add_section()
+    yield "all", report.total
+
+
+def _kernels(kernels: dict[str, int]) -> str:
+    return "\n".join(kernels if len(kernels) < 2 else (f"{name} ×{count}" for name, count in kernels.items()))
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
