@@ -114,8 +114,7 @@ __device__ __forceinline__ void softmax_warp(Shared<C>& shared, int q, TmemAddre
             row_sum = sums.x + sums.y;
         }
         if (args.lse != nullptr && work.q_row + q * kTileRows + row < args.q_len) {
-            const int64_t head = static_cast<int64_t>(work.batch) * args.heads + work.head;
-            args.lse[head * args.q_len + work.q_row + q * kTileRows + row] = (row_max + log2f(row_sum)) * kLn2;
+            args.lse[work.flat_row(work.q_row + q * kTileRows + row)] = (row_max + log2f(row_sum)) * kLn2;
         }
         send(row_sum);
     }
@@ -158,6 +157,29 @@ __device__ __forceinline__ void store_output(uint32_t staging, const CUtensorMap
             ptx::tma_store_5d(o_map, 0, first_row, 0, work.head, work.batch, staging);
         }
         ptx::bulk_commit_group();
+    }
+}
+
+// The same in fp32 to the workspace, for the kernel that merges the parts of the keys.
+template <typename C>
+__device__ __forceinline__ void store_partial(TmemAddress o_tmem, float scale, const Work& work, int query) {
+    float* const target = work.args.partial_out + work.flat_row(query) * C::kHeadDim;
+#pragma unroll
+    for (int column = 0; column < C::kHeadDim; column += 8) {
+        float v[8] = {};
+        if (work.tiles > 0) {
+            ptx::tcgen05_ld_x8(v, o_tmem + column);
+            ptx::tcgen05_wait_ld(v);
+        }
+        if (query < work.args.q_len) {
+            uint32_t bits[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                bits[i] = __float_as_uint(v[i] * scale);
+            }
+            ptx::st_global_v8(target + column, bits);
+        }
+        __syncwarp();
     }
 }
 
@@ -212,10 +234,13 @@ __device__ __forceinline__ void correction_warp(Shared<C>& shared, uint32_t smem
                 scale = 1.0f / receive(q);
                 wait_output(q);
             } else if (args.lse != nullptr && work.q_row + q * kTileRows + row < args.q_len) {
-                const int64_t head = static_cast<int64_t>(work.batch) * args.heads + work.head;
-                args.lse[head * args.q_len + work.q_row + q * kTileRows + row] = -INFINITY;
+                args.lse[work.flat_row(work.q_row + q * kTileRows + row)] = -INFINITY;
             }
-            store_output<C, Element>(staging, o_map, o_tmem + q * C::kHeadDim, scale, work, q);
+            if (args.splits > 1) {
+                store_partial<C>(o_tmem + q * C::kHeadDim, scale, work, work.q_row + q * kTileRows + row);
+            } else {
+                store_output<C, Element>(staging, o_map, o_tmem + q * C::kHeadDim, scale, work, q);
+            }
         }
     }
     if (threadIdx.x % 32 == 0) {
