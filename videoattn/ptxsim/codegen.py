@@ -238,6 +238,8 @@ class Emitter:
     def effect(self, call: str) -> str:
         """Call a machine operation; its position is recorded for findings."""
         self.line(f"C.at = {self.ins.index}")
+        if self.program.traced:
+            self.line(f"C.machine.trace.note(C, {self.ins.index})")
         return self.let(call)
 
     # ---- blocks

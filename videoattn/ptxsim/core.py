@@ -46,6 +46,7 @@ class Core:
         self.W, self.cta, self.machine = warp, warp.cta, warp.cta.machine
         self.pc, self.clock, self.joins = pc, clock, joins
         self.at = 0
+        self.last_event = None
         self.state = "ready"
         self.wait: Wait | None = None
         self.spurious: set[int] = set()
@@ -72,6 +73,11 @@ class Core:
 
     def strict(self, kind: str, message: str, key: object = None) -> None:
         self.report(kind, message, STRICT, key)
+
+    def say(self, text: str) -> None:
+        """Add words to this instruction's event, when a trace is kept."""
+        if self.last_event is not None and self.machine.trace is not None:
+            self.last_event.text = text
 
     # ---- happens-before
 

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from .parser import Entry, ParsedModule, Variable, parse_ptx
 from .program import Program
 from .schedule import Schedule
 from .tensormap import TensorMap
+from .trace import Trace
 
 ARCHITECTURES = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 
@@ -30,18 +31,17 @@ class Kernel:
 
     def __init__(self, module: ParsedModule, entry: Entry):
         self.module, self.entry, self.name = module, entry, entry.name
-        self._program: Program | None = None
+        self._programs: dict[bool, Program] = {}
 
-    @property
-    def program(self) -> Program:
-        """The decoded form."""
-        if self._program is None:
-            self._program = Program(self.module, self.entry)
-        return self._program
+    def program(self, traced: bool = False) -> Program:
+        """The decoded form, with or without the calls that record events."""
+        if traced not in self._programs:
+            self._programs[traced] = Program(self.module, self.entry, traced)
+        return self._programs[traced]
 
     def unsupported(self) -> list:
         """UnsupportedInstruction for every instruction outside the model, executed or not."""
-        return self.program.unsupported()
+        return self.program().unsupported()
 
 
 class Module:
@@ -101,7 +101,7 @@ class Report:
     """Outcome of a launch.
 
     findings: defects, errors first. counts: executed warp instructions for each opcode, by role if roles were named
-    (else under "all"). instructions: their sum. seconds: wall time. timeline: events, when asked for.
+    (else under "all"). instructions: their sum. seconds: wall time. trace: events, when asked for.
     """
 
     findings: list[Finding]
@@ -109,7 +109,7 @@ class Report:
     instructions: int
     seconds: float
     schedule: Schedule
-    events: list = field(default_factory=list)
+    trace: Trace | None = None
 
     @property
     def errors(self) -> list[Finding]:
@@ -144,7 +144,7 @@ class Device:
         trace: keep events in the report. limit: basic blocks after which a launch counts as endless. Raises LaunchError for impossible launches, UnsupportedInstruction when
         execution reaches something outside the model.
         """
-        program = kernel.program
+        program = kernel.program(trace)
         grid, block, cluster = (
             _triple(x, n) for x, n in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
         )
@@ -153,6 +153,7 @@ class Device:
         schedule = schedule or Schedule.early()
         machine = Machine(program, grid, block, cluster, dynamic_smem, params, schedule, self, registers)
         machine.max_steps = limit
+        machine.trace = Trace(program) if trace else None
         start = time.perf_counter()
         try:
             machine.run()
@@ -162,7 +163,7 @@ class Device:
             )
         del keep
         counts, total = _counts(program, machine, roles)
-        return Report(machine.log.list(), counts, total, time.perf_counter() - start, schedule)
+        return Report(machine.log.list(), counts, total, time.perf_counter() - start, schedule, machine.trace)
 
     def _check(self, kernel: Kernel, grid, block, cluster) -> None:
         threads = block[0] * block[1] * block[2]

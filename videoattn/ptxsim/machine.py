@@ -18,6 +18,7 @@ from .poison import PoisonRegister
 from .program import Program
 from .schedule import Schedule
 from .tmem import TensorMemory
+from .trace import Trace
 
 _QUANTUM = 4000
 
@@ -216,7 +217,7 @@ class Machine:
         self.serial = 0
         self.steps = 0
         self.max_steps = 50_000_000
-        self.trace = None
+        self.trace: Trace | None = None
         self.running: Context | None = None
         self.registers = registers or self._register_guess()
         self.param_offsets = {p.name: p.address for p in program.entry.params}
@@ -316,6 +317,13 @@ class Machine:
 
     def post(self, queue: object, job: Callable[[], None]) -> None:
         """Hand work to an asynchronous agent; jobs of one queue keep their order."""
+        if self.trace is not None:
+            trace, event, work = self.trace, self.trace.job(queue, self.running), job
+
+            def job() -> None:
+                work()
+                trace.done(event)
+
         if self.early:
             job()
             return

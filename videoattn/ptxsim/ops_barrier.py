@@ -330,6 +330,7 @@ class BarrierOps(MemoryOps):
     def _arrive(self, bar: Mbarrier, count: int, payload: np.ndarray) -> None:
         bar.gather(payload)
         bar.arrivals.append(repr(self))
+        self.say(f"arrives on {bar.name} (phase {bar.phase}, {bar.pending} pending, {bar.tx} bytes expected)")
         if not bar.arrive(count):
             self.report(
                 "barrier misuse", f"{bar.name}: {count} arrivals where {bar.pending} of {bar.expected} are pending",
@@ -350,10 +351,18 @@ class BarrierOps(MemoryOps):
         state = np.zeros(32, np.uint64)
         lanes = np.flatnonzero(mask)
         payload = None
+        phases: dict[int, int] = {}
         for lane in lanes:
             bar = self._barrier_at(int(addr[lane]), "mbarrier.arrive")
             if bar is None:
                 continue
+            if phases.setdefault(id(bar), bar.phase) != bar.phase:
+                self.report(
+                    "barrier misuse",
+                    f"{bar.name}: the lanes of one instruction arrive {len(lanes)} times and complete the phase early; "
+                    f"{bar.expected} arrivals are expected",
+                    key=bar.name,
+                )
             state[lane] = bar.phase
             if payload is None:
                 payload = self.release()
@@ -392,6 +401,7 @@ class BarrierOps(MemoryOps):
                 passed = bar.parity_passes(key[1] & 1) if parity else bar.phase > key[1]
                 if passed:
                     bar.observed = True
+                    self.say(f"passes {bar.name}, phase {bar.phase - 1} done")
                     self._check_parity(bar, key[1], parity)
                     if order:
                         self.acquire(bar.done)
@@ -424,6 +434,7 @@ class BarrierOps(MemoryOps):
 
     def _park(self, bar: Mbarrier, value: int, parity: bool, soft: bool):
         what = f"parity {value & 1}" if parity else f"phase {value}"
+        self.say(f"waits on {bar.name} for {what}")
         if self not in bar.waiters:
             bar.waiters.append(self)
         self.block(Wait(lambda: f"on {bar.name} for {what} ({bar.describe()})", bar, soft))

@@ -33,8 +33,8 @@ class Block:
 class Program:
     """Executable form of one entry. `full[i]` and `masked[i]` are the functions of block i."""
 
-    def __init__(self, module: ParsedModule, entry: Entry):
-        self.module, self.entry = module, entry
+    def __init__(self, module: ParsedModule, entry: Entry, traced: bool = False):
+        self.module, self.entry, self.traced = module, entry, traced
         self.name, self.target = entry.name, module.target
         self.instrs = entry.instrs
         self.blocks: list[Block] = []

@@ -340,6 +340,7 @@ class Tcgen05Ops(TmaOps):
             [self.cta] if group == 1 else [cluster.ctas[self.cta.rank & ~1], cluster.ctas[self.cta.rank | 1]]
         )
         m, n = desc.m, desc.n
+        self.say(f"D[{m}x{n}] at column {d & 0xFFFF} {'+' if accumulate else ''}= A B")
         b_operand = self._smem_operand(b, n // group, desc.b_mn, "B")
         a_operand = None if a_in_tmem else self._smem_operand(a, m // group, desc.a_mn, "A")
         if b_operand is None or (a_operand is None and not a_in_tmem):

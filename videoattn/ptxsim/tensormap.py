@@ -50,6 +50,7 @@ class TensorMap:
         self.steps = (self.elem, *self.strides)
         self.counts = tuple(-(-b // s) for b, s in zip(self.box, self.element_strides, strict=True))
         self.box_bytes = int(np.prod(self.counts)) * self.elem
+        self.fill = _NAN[dtype] if oob == "nan" else 0
         self.id = next(_ids)
         _known[self.id] = self
 
@@ -128,7 +129,7 @@ class TensorMap:
         """The dense box as bytes, outside elements filled."""
         box = np.zeros((*self.counts[::-1], self.elem), np.uint8)
         if self.oob == "nan":
-            box[...] = np.frombuffer(_NAN[self.dtype].to_bytes(self.elem, "little"), np.uint8)
+            box[...] = np.frombuffer(self.fill.to_bytes(self.elem, "little"), np.uint8)
         view, win = self._inside(memory, coords)
         if view is not None:
             box[tuple(slice(lo, hi) for lo, hi, _ in win[::-1])] = view

@@ -183,6 +183,7 @@ class TmaOps(BarrierOps):
         if ranks is None and group != 2 and dst >> 24 != bar_address >> 24:
             self.report("barrier misuse", f"{what}: destination and mbarrier are in different CTAs")
         jobs = []
+        self.say(f"{what} of {nbytes} bytes to {self.cta.smem.name(dst & 0xFFFFFF)}")
         for address, b in targets:
             cta, off = self._destination(address, nbytes, align, what)
             bar = self._engine_barrier(b, what)
