@@ -122,6 +122,16 @@ def test_split_keys_with_lengths():
     assert torch.equal(out[0], torch.zeros_like(out[0]))
 
 
+@pytest.mark.parametrize("key", [5, 14])
+def test_nan_is_not_swallowed(key):
+    """NaN in a valid key reaches every row, by the hardware exponential (column 5) and by the software one (14)."""
+    q, k, v = operands(1, 64, 64, 1, 64)
+    k[0, key] = float("nan")
+    out, _, report = simulate(q, k, v)
+    assert not report.findings, str(report)
+    assert not out.isfinite().any()
+
+
 def test_scale_is_an_argument():
     check(*operands(1, 128, 128, 1, 64), scale=0.3)
 
