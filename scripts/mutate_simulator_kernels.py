@@ -2,8 +2,8 @@
 
     python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 6 --seed 1
 
-Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when a schedule (early, late,
-random) yields a finding or wrong values. Prints one table and the survivors.
+Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when a schedule
+(early, late, random) yields a finding or wrong values. Prints one table and the survivors.
 """
 
 from __future__ import annotations
@@ -13,11 +13,29 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from videoattn.ptxsim import Schedule, UnsupportedInstruction
-from videoattn.ptxsim.ladder import LADDER, compile_step, find_step, inputs, load_steps, run_step
+from videoattn.ptxsim.ladder import (
+    LADDER,
+    compile_step,
+    decode,
+    encode,
+    find_step,
+    inputs,
+    load_steps,
+    run_step,
+)
 from videoattn.ptxsim.mutate import OPERATORS, Mutant, mutants
 
 SCHEDULES = (Schedule.late(), Schedule.early(), Schedule.random(7))
+
+
+def rising(operands, step):
+    """Keys that grow from tile to tile, so that row maxima rise and every rescale runs."""
+    q, k, v = operands
+    scale = 1 + 2 * (np.arange(k.shape[1]) // step.kv_rows_per_tile)
+    return q, decode(encode(k * scale[None, :, None], step.dtype), step.dtype), v
 
 
 def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str, str]:
@@ -46,7 +64,7 @@ def main() -> None:
     parser.add_argument("--per-operator", type=int, default=6, help="mutants of each operator in each kernel")
     parser.add_argument("--operators", default=",".join(OPERATORS))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kv-len", type=int, default=512)
+    parser.add_argument("--kv-len", type=int, default=384)
     parser.add_argument("--verbose", action="store_true", help="print every mutant")
     args = parser.parse_args()
     steps = [find_step(load_steps(args.ladder), name) for name in args.steps.split(",")]
@@ -56,7 +74,7 @@ def main() -> None:
         kernel = compile_step(step).entry(step.kernel)
         heads = 2 if step.persistent else 1
         shape = {"heads": heads, "q_len": step.q_rows_per_cta, "kv_len": args.kv_len, "ctas": 1}
-        operands = inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed)
+        operands = rising(inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed), step)
         clean = run_step(step, kernel, operands=operands, **shape)
         if not clean.passed:
             raise SystemExit(
@@ -82,7 +100,8 @@ def main() -> None:
     caught = total["finding"] + total["values"]
     print(f"{'all':20} {everything:8} {total['finding']:8} {total['values']:8} {total['survived']:8}")
     print(
-        f"caught {caught} of {everything} ({100 * caught / max(everything, 1):.1f} %) in {time.perf_counter() - start:.0f} s"
+        f"caught {caught} of {everything} ({100 * caught / max(everything, 1):.1f} %) "
+        f"in {time.perf_counter() - start:.0f} s"
     )
     for line in survivors:
         print("survivor:", line)

@@ -1,10 +1,11 @@
-"""Stock FlashAttention-4 on the simulator: its own sm_100 and sm_90 forward kernels must give the right attention.
+"""Stock FlashAttention-4 on the simulator: its own sm_100 and sm_90 forward kernels must give the right
+attention.
 
-    python scripts/validate_simulator.py --variants sm_100-1cta,sm_100-2cta,sm_90 --schedules early,late,random:1
+    python scripts/validate_simulator.py --variants sm_100-1cta,sm_100-2cta,sm_90 --schedules early,late
 
-Compiles the kernels without a GPU (needs flash-attn-4, nvidia-cutlass-dsl[cu13], quack-kernels, apache-tvm-ffi,
-torch-c-dlpack-ext, einops, triton), or takes PTX from an earlier run with --ptx FOLDER. Prints one table: error
-against fp32 attention, the accuracy rule's bound, findings by severity and kind.
+Compiles the kernels without a GPU (needs flash-attn-4, nvidia-cutlass-dsl[cu13], quack-kernels,
+apache-tvm-ffi, torch-c-dlpack-ext, einops, triton), or takes PTX from an earlier run with --ptx FOLDER.
+Prints one table: error against fp32 attention, the accuracy rule's bound, findings by severity and kind.
 """
 
 from __future__ import annotations
@@ -84,8 +85,14 @@ def run(name: str, ptx: Path, schedule, batch: int, heads: int, q_len: int, kv_l
     pair = name.endswith("2cta")
 
     def tensor_map(buffer, length: int, rows: int) -> TensorMap:
-        return TensorMap(buffer, dtype="bf16", dims=(128, length, heads, batch),
-                         strides=(heads * 256, 256, length * heads * 256), box=(64, rows, 1, 1), swizzle="128B")  # fmt: skip
+        return TensorMap(
+            buffer,
+            dtype="bf16",
+            dims=(128, length, heads, batch),
+            strides=(heads * 256, 256, length * heads * 256),
+            box=(64, rows, 1, 1),
+            swizzle="128B",
+        )
 
     lengths = (q_len, kv_len, kv_len, q_len)
     args = [struct.pack("<4i", n, 128, heads, batch) for n in lengths]
@@ -110,7 +117,9 @@ def run(name: str, ptx: Path, schedule, batch: int, heads: int, q_len: int, kv_l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--schedules", default="early,late,random:1")
     parser.add_argument("--shape", default="1x2x512x384", help="batch x heads x q_len x kv_len")
@@ -128,7 +137,10 @@ def main() -> None:
             strict = Counter(f.kind for f in report.findings if f.severity == "strict")
             failed |= bool(report.errors) or error > bound
             kinds = ", ".join(f"{n} × {k}" for k, n in strict.items()) or "none"
-            print(f"{name:12} {schedule:10} {error:9.5f} {bound:9.5f} {len(report.errors):6}  {kinds}", flush=True)
+            print(
+                f"{name:12} {schedule:10} {error:9.5f} {bound:9.5f} {len(report.errors):6}  {kinds}",
+                flush=True,
+            )
             for finding in report.errors[:5]:
                 print("   ", finding)
     raise SystemExit(failed)

@@ -1,8 +1,8 @@
 """A small Blackwell kernel in PTX, clean as it stands; tests break one line of it at a time.
 
-One CTA of 128 threads: D[128, 64] = A[128, 64] B[64, 64]^T in bf16, twice over (the second time onto the first), so
-that operand slots and barriers are reused. Thread 0 of warp 0 loads and multiplies; every warp then adds 1 to its
-rows in tensor memory through registers, and stores them.
+One CTA of 128 threads: D[128, 64] = A[128, 64] B[64, 64]^T in bf16, twice over (the second time onto the
+first), so that operand slots and barriers are reused. Thread 0 of warp 0 loads and multiplies; every warp
+then adds 1 to its rows in tensor memory through registers, and stores them.
 """
 
 from __future__ import annotations

@@ -66,17 +66,25 @@ def ring(stages: int, items: int, consumers: int) -> str:
     empty = "\n".join(
         f"mbarrier.init.shared::cta.b64 [empty+{8 * s}], {32 * consumers};" for s in range(stages)
     )
-    advance = f"add.u32 %slot, %slot, 1; setp.eq.u32 %p, %slot, {stages}; selp.u32 %x, 1, 0, %p; xor.b32 %par, %par, %x;\n" \
-              "selp.u32 %slot, 0, %slot, %p;"  # fmt: skip
-    place = "shl.b32 %o, %slot, 3; mov.u32 %f, full; add.u32 %f, %f, %o; mov.u32 %e, empty; add.u32 %e, %e, %o;\n" \
-            "shl.b32 %o, %slot, 7; mov.u32 %d, data; add.u32 %d, %d, %o; shl.b32 %x, %lane, 2; add.u32 %d, %d, %x;"  # fmt: skip
+    advance = (
+        f"add.u32 %slot, %slot, 1; setp.eq.u32 %p, %slot, {stages}; selp.u32 %x, 1, 0, %p;\n"
+        "xor.b32 %par, %par, %x;\n"
+        "selp.u32 %slot, 0, %slot, %p;"
+    )
+    place = (
+        "shl.b32 %o, %slot, 3; mov.u32 %f, full; add.u32 %f, %f, %o; mov.u32 %e, empty; add.u32 %e, %e, %o;\n"
+        "shl.b32 %o, %slot, 7; mov.u32 %d, data; add.u32 %d, %d, %o; shl.b32 %x, %lane, 2;\n"
+        "add.u32 %d, %d, %x;"
+    )
     return f""".version 8.3
 .target sm_90a
 .address_size 64
 .visible .entry ring(.param .u64 out)
 {{
-.reg .pred %p, %q, %lead; .reg .b32 %t, %w, %lane, %i, %slot, %par, %x, %o, %f, %e, %d, %sum; .reg .b64 %out, %off;
-.shared .align 8 .b8 full[{8 * stages}]; .shared .align 8 .b8 empty[{8 * stages}]; .shared .align 4 .b8 data[{128 * stages}];
+.reg .pred %p, %q, %lead; .reg .b32 %t, %w, %lane, %i, %slot, %par, %x, %o, %f, %e, %d, %sum;
+.reg .b64 %out, %off;
+.shared .align 8 .b8 full[{8 * stages}]; .shared .align 8 .b8 empty[{8 * stages}];
+.shared .align 4 .b8 data[{128 * stages}];
 mov.u32 %t, %tid.x; shr.u32 %w, %t, 5; and.b32 %lane, %t, 31; ld.param.u64 %out, [out];
 setp.ne.u32 %lead, %t, 0; @%lead bra READY;
 {full}

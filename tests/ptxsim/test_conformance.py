@@ -21,8 +21,18 @@ def simulate(case: Case, schedule: Schedule) -> list[np.ndarray]:
     args = []
     for a in case.args:
         if isinstance(a, Map):
-            args.append(TensorMap(buffers[a.buffer], dtype=a.dtype, dims=a.dims, strides=a.strides, box=a.box,
-                                  swizzle=a.swizzle, oob=a.oob, element_strides=a.element_strides))  # fmt: skip
+            args.append(
+                TensorMap(
+                    buffers[a.buffer],
+                    dtype=a.dtype,
+                    dims=a.dims,
+                    strides=a.strides,
+                    box=a.box,
+                    swizzle=a.swizzle,
+                    oob=a.oob,
+                    element_strides=a.element_strides,
+                )
+            )
         else:
             args.append(buffers[a] if isinstance(a, int) else a[1])
     kernel = Module.from_ptx(case.ptx).entry(case.kernel)

@@ -51,7 +51,7 @@ def test_k_major_tiles_are_what_tma_writes(mode):
 
 @pytest.mark.parametrize("mode", ["32B", "64B", "128B"])
 def test_the_same_box_reads_mn_major_as_the_transpose(mode):
-    """Keys in rows, features across: V of attention. LBO steps over blocks of columns, SBO over eight keys."""
+    """Keys in rows, features across: V of attention. LBO steps over column blocks, SBO over 8 keys."""
     keys, span = 32, SPAN[mode]
     per, blocks = span // 2, 2
     values = np.arange(keys * per * blocks, dtype=np.uint16).reshape(keys, per * blocks)
@@ -98,9 +98,14 @@ def test_tmem_shapes_cover_their_rectangle_once(shape, n):
     lanes, columns = shape_map(shape, n, 0)
     height = 32 if shape == "32x32b" else 16
     width = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8}[shape] * n
-    cells = {(int(a), int(b)) for a, b in zip(np.broadcast_to(lanes, np.broadcast_shapes(lanes.shape, columns.shape)).ravel(),
-                                             np.broadcast_to(columns, np.broadcast_shapes(lanes.shape, columns.shape)).ravel(),
-                                             strict=True)}  # fmt: skip
+    cells = {
+        (int(a), int(b))
+        for a, b in zip(
+            np.broadcast_to(lanes, np.broadcast_shapes(lanes.shape, columns.shape)).ravel(),
+            np.broadcast_to(columns, np.broadcast_shapes(lanes.shape, columns.shape)).ravel(),
+            strict=True,
+        )
+    }
     assert cells == {(r, c) for r in range(height) for c in range(width)}
 
 

@@ -36,7 +36,7 @@ def brute_force(array: np.ndarray, box, steps, coords, fill: int) -> np.ndarray:
 def make(array: np.ndarray, box, steps, oob: str):
     device = Device()
     buffer = device.upload(array)
-    strides = [s for s in array.strides[::-1][1:]]
+    strides = list(array.strides[::-1][1:])
     tm = TensorMap(
         buffer, dtype="bf16", dims=array.shape[::-1], strides=strides, box=box, element_strides=steps, oob=oob
     )

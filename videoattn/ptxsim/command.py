@@ -47,16 +47,16 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
     """Run kernels of the ladder on the simulator and compare them with fp32 attention.
 
     step: number or name, all by default. schedule: comma-separated early, late, random[:SEED]. shape:
-    HEADSxQ_LENxKV_LEN. trace: print the events. timeline: write a Chrome trace. Returns the exit status: 1 when a step
-    has findings or is wrong. Raises LaunchError with one line when a step cannot run.
+    HEADSxQ_LENxKV_LEN. trace: print the events. timeline: write a Chrome trace. Returns the exit status: 1
+    when a step has findings or is wrong. Raises LaunchError with one line when a step cannot run.
     """
     try:
         heads, q_len, kv_len = (int(x) for x in shape.split("x"))
     except ValueError:
         raise LaunchError(f"shape {shape!r} is not HEADSxQ_LENxKV_LEN, such as 1x256x1024") from None
+    schedules = [_schedule(s) for s in schedule.split(",")]
     steps = load_steps(folder)
     chosen = [find_step(steps, step)] if step else steps
-    schedules = [_schedule(s) for s in schedule.split(",")]
     failed = 0
     print(f"{'step':28} {'schedule':9} {'max error':>9} {'bound':>8} {'instr':>8} {'seconds':>7}  verdict")
     for one in chosen:
@@ -77,7 +77,8 @@ def _row(o: Outcome) -> str:
         "clean" if o.passed else f"{len(o.report.findings)} findings" if o.report.findings else "wrong values"
     )
     r = o.report
-    return f"{o.step.name:28} {r.schedule!s:9} {o.max_error:9.5f} {o.bound:8.5f} {r.instructions:8} {r.seconds:7.2f}  {verdict}"
+    numbers = f"{o.max_error:9.5f} {o.bound:8.5f} {r.instructions:8} {r.seconds:7.2f}"
+    return f"{o.step.name:28} {r.schedule!s:9} {numbers}  {verdict}"
 
 
 def run(
@@ -85,10 +86,11 @@ def run(
 ) -> int:
     """Run one kernel of a PTX file as launch.json says.
 
-    launch.json holds `entry`, `grid`, `block`, optionally `cluster`, `dynamic_smem`, `arch`, `registers`, `roles`, and
-    `args`: a number, {"bytes": HEX}, {"buffer": NAME} or {"tensor_map": {"buffer": NAME, …TensorMap fields}}; `buffers`
-    maps a name to {"dtype", "shape", "fill": number | "normal" | "poison", "seed"} or {"file": .npy path, "save": .npy
-    path to write afterwards}. Returns the exit status: 1 when there are findings. Raises LaunchError with one line.
+    launch.json holds `entry`, `grid`, `block`, optionally `cluster`, `dynamic_smem`, `arch`, `registers`,
+    `roles`, and `args`: a number, {"bytes": HEX}, {"buffer": NAME} or {"tensor_map": {"buffer": NAME,
+    …TensorMap fields}}; `buffers` maps a name to {"dtype", "shape", "fill": number | "normal" | "poison",
+    "seed"} or {"file": .npy path, "save": .npy path to write afterwards}. Returns the exit status: 1 when
+    there are findings. Raises LaunchError with one line.
     """
     config = _load(launch)
     module = Module.from_file(_existing(file))
@@ -97,10 +99,17 @@ def run(
     args = [_argument(a, buffers) for a in config.get("args", [])]
     names = config.get("entry") or next(iter(module.entries), "")
     report = device.launch(
-        module.entry(names), grid=config.get("grid", 1), block=config.get("block", 1), cluster=config.get("cluster", 1),
-        dynamic_smem=config.get("dynamic_smem", 0), args=args, schedule=_schedule(schedule),
-        registers=config.get("registers"), roles=config.get("roles"), trace=trace or timeline is not None,
-    )  # fmt: skip
+        module.entry(names),
+        grid=config.get("grid", 1),
+        block=config.get("block", 1),
+        cluster=config.get("cluster", 1),
+        dynamic_smem=config.get("dynamic_smem", 0),
+        args=args,
+        schedule=_schedule(schedule),
+        registers=config.get("registers"),
+        roles=config.get("roles"),
+        trace=trace or timeline is not None,
+    )
     print(report)
     for role, counts in report.counts.items():
         top = ", ".join(f"{opcode} {n}" for opcode, n in counts.most_common(8))

@@ -90,7 +90,9 @@ class Core:
         return self.clock[:3].copy()
 
     def issue_payload(self) -> np.ndarray:
-        """What an asynchronous operation issued now inherits: everything before it but this warp's own accesses."""
+        """What an asynchronous operation issued now inherits: everything before it but this warp's own
+        accesses.
+        """
         payload = self.clock[:3].copy()
         payload[:, self.W.column] = 0
         return payload

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 from .codegen import DTYPES, Emitter, vector_items
 from .isa import op
-from .parser import TYPE_BYTES, Imm, Instr, Mem, Reg, Sym
+from .ptx import TYPE_BYTES, Imm, Instr, Mem, Reg, Sym
 
 _IGNORED = {
-    "relaxed", "acquire", "release", "volatile", "weak", "cta", "cluster", "gpu", "sys", "ca", "cg", "cs", "lu", "cv",
-    "wb", "wt", "nc", "L1::no_allocate", "L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::evict_unchanged",
-    "L2::64B", "L2::128B", "L2::256B", "L2::evict_first", "L2::evict_last", "L2::evict_normal", "L2::cache_hint",
-}  # fmt: skip
+    "relaxed",
+    "acquire",
+    "release",
+    "volatile",
+    "weak",
+    "cta",
+    "cluster",
+    "gpu",
+    "sys",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "nc",
+    "L1::no_allocate",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::evict_normal",
+    "L2::cache_hint",
+}
 _SPACES = {"global", "shared", "shared::cta", "shared::cluster", "local", "param", "const", "param::entry"}
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from .errors import ExecutionError, LaunchError
-from .findings import ERROR, Finding, Where
+from .findings import ERROR, Finding, FirstFinding, Where
 from .machine import Machine
 from .memory import Buffer, GlobalMemory
-from .parser import Entry, ParsedModule, Variable, parse_ptx
+from .parser import parse_ptx
 from .program import Program
+from .ptx import Entry, ParsedModule, Variable
 from .schedule import Schedule
 from .tensormap import TensorMap
 from .trace import Trace
@@ -100,8 +101,8 @@ class Module:
 class Report:
     """Outcome of a launch.
 
-    findings: defects, errors first. counts: executed warp instructions for each opcode, by role if roles were named
-    (else under "all"). instructions: their sum. seconds: wall time. trace: events, when asked for.
+    findings: defects, errors first. counts: executed warp instructions for each opcode, by role if roles were
+    named (else under "all"). instructions: their sum. seconds: wall time. trace: events, when asked for.
     """
 
     findings: list[Finding]
@@ -134,15 +135,29 @@ class Device:
         """Copy a numpy array or a torch CPU tensor into device memory."""
         return self.memory.upload(array, name or f"buffer {len(self.memory.buffers)}")
 
-    def launch(self, kernel: Kernel, *, grid=(1, 1, 1), block=(1, 1, 1), cluster=(1, 1, 1), dynamic_smem: int = 0,
-               args=(), schedule: Schedule | None = None, registers: int | None = None, roles=None,
-               trace: bool = False, limit: int = 50_000_000) -> Report:  # fmt: skip
+    def launch(
+        self,
+        kernel: Kernel,
+        *,
+        grid=(1, 1, 1),
+        block=(1, 1, 1),
+        cluster=(1, 1, 1),
+        dynamic_smem: int = 0,
+        args=(),
+        schedule: Schedule | None = None,
+        registers: int | None = None,
+        roles=None,
+        trace: bool = False,
+        limit: int = 50_000_000,
+        stop: bool = False,
+    ) -> Report:
         """Run a kernel to its end, or until nothing can move.
 
         args: Buffer, TensorMap, int or float by the declared type, bytes for structs and opaque parameters.
-        registers: ptxas's count a thread, for setmaxnreg arithmetic. roles: role name -> warp indices, for counts.
-        trace: keep events in the report. limit: basic blocks after which a launch counts as endless. Raises LaunchError for impossible launches, UnsupportedInstruction when
-        execution reaches something outside the model.
+        registers: ptxas's count a thread, for setmaxnreg arithmetic. roles: role name -> warp indices, for
+        counts. trace: keep events in the report. limit: basic blocks after which a launch counts as endless.
+        stop: end at the first finding. Raises LaunchError for impossible launches, UnsupportedInstruction
+        when execution reaches something outside the model.
         """
         program = kernel.program(trace)
         grid, block, cluster = (
@@ -153,11 +168,15 @@ class Device:
         schedule = schedule or Schedule.early()
         machine = Machine(program, grid, block, cluster, dynamic_smem, params, schedule, self, registers)
         machine.max_steps = limit
+        machine.log.stop = stop
         machine.trace = Trace(program) if trace else None
         start = time.perf_counter()
         try:
             machine.run()
+        except FirstFinding:
+            pass
         except ExecutionError as error:
+            machine.log.stop = False
             machine.log.add(
                 "stopped", ERROR, str(error), machine.running.where() if machine.running else Where()
             )

@@ -26,11 +26,11 @@ _known: weakref.WeakValueDictionary[int, TensorMap] = weakref.WeakValueDictionar
 class TensorMap:
     """A tiled tensor map over global memory.
 
-    base: Buffer or device address (multiple of 16). dtype: element type such as "bf16". dims: elements of each of the
-    1..5 dimensions, innermost first. strides: bytes of dimensions 1.. (one fewer than dims). box: elements a copy
-    moves in each dimension. swizzle: none, 32B, 64B, 128B, 128B_ATOM_32B or 128B_ATOM_64B. oob: zero or nan.
-    element_strides: step in each dimension. l2_promotion has no effect on results. Raises LaunchError where
-    cuTensorMapEncodeTiled would refuse.
+    base: Buffer or device address (multiple of 16). dtype: element type such as "bf16". dims: elements of
+    each of the 1..5 dimensions, innermost first. strides: bytes of dimensions 1.. (one fewer than dims). box:
+    elements a copy moves in each dimension. swizzle: none, 32B, 64B, 128B, 128B_ATOM_32B or 128B_ATOM_64B.
+    oob: zero or nan. element_strides: step in each dimension. l2_promotion has no effect on results. Raises
+    LaunchError where cuTensorMapEncodeTiled would refuse.
     """
 
     def __init__(self, base: Buffer | int, *, dtype: str, dims, strides, box, swizzle: str = "none",
@@ -102,7 +102,9 @@ class TensorMap:
         return _known.get(struct.unpack("<Q", raw[8:16])[0])
 
     def window(self, coords: tuple[int, ...]) -> list[tuple[int, int, int]]:
-        """For each dimension: (first box index inside the tensor, one past the last, coordinate of the first)."""
+        """For each dimension: (first box index inside the tensor, one past the last, coordinate of the
+        first).
+        """
         out = []
         for c, n, dim, step in zip(coords, self.counts, self.dims, self.element_strides, strict=True):
             lo = max(0, -(c // step))  # ceil(-c / step)

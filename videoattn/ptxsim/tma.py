@@ -51,7 +51,8 @@ class TmaOps(BarrierOps):
         if conflict is not None:
             self.report(
                 "race",
-                f"{what} reads {smem.name(conflict.cell * 4)}, not ordered after {self.conflict_name(conflict)}",
+                f"{what} reads {smem.name(conflict.cell * 4)}, not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
         else:
@@ -63,7 +64,8 @@ class TmaOps(BarrierOps):
         if proxy is not None:
             self.report(
                 "missing fence",
-                f"{what} at {smem.name(proxy.cell * 4)} needs fence.proxy.async after {self.conflict_name(proxy)}",
+                f"{what} at {smem.name(proxy.cell * 4)} needs fence.proxy.async after "
+                f"{self.conflict_name(proxy)}",
                 key=("proxy", proxy.column),
             )
 
@@ -74,7 +76,8 @@ class TmaOps(BarrierOps):
         if conflict is not None:
             self.report(
                 "race",
-                f"{what} overwrites {smem.name(conflict.cell * 4)}, not ordered after {self.conflict_name(conflict)}",
+                f"{what} overwrites {smem.name(conflict.cell * 4)}, not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
         else:
@@ -164,8 +167,18 @@ class TmaOps(BarrierOps):
 
             self._copy_in(int(dst[lane]), n, int(bar[lane]), None, 0, fetch, "none", "cp.async.bulk", 16)
 
-    def _copy_in(self, dst: int, nbytes: int, bar_address: int, ranks: int | None, group: int, fetch, mode: str,
-                 what: str, align: int) -> None:  # fmt: skip
+    def _copy_in(
+        self,
+        dst: int,
+        nbytes: int,
+        bar_address: int,
+        ranks: int | None,
+        group: int,
+        fetch,
+        mode: str,
+        what: str,
+        align: int,
+    ) -> None:
         targets = []
         cluster = self.cta.cluster
         if ranks is None:
@@ -210,7 +223,8 @@ class TmaOps(BarrierOps):
                     self.at = at
                     self.report(
                         "wrong byte count",
-                        f"{what} onto {bar.name} lands in phase {bar.phase}, but was issued in phase {phase}: "
+                        f"{what} onto {bar.name} lands in phase {bar.phase}, but was issued in phase "
+                        f"{phase}: "
                         "the phase completed without its bytes",
                         key=bar.name,
                     )
@@ -237,7 +251,7 @@ class TmaOps(BarrierOps):
                 continue
             memory = self.machine.device.memory
 
-            def put(tm=tm, at=at, cta=cta, off=off, n=n) -> None:
+            def put(tm=tm, at=at, cta=cta, off=off, n=n, memory=memory) -> None:
                 if tm.swizzle == "none":
                     data = cta.smem.data[off : off + n].copy()
                 else:

@@ -64,7 +64,8 @@ class Trace:
         """One line for each event: order, CTA, track, PTX line, opcode, what happened."""
         for e in self.events:
             span = f"..{e.until}" if e.until is not None else ""
-            yield f"{f'{e.order}{span}':>13}  CTA {e.cta} {e.track:20} line {e.line:5}  {e.opcode}  {e.text}".rstrip()
+            head = f"{f'{e.order}{span}':>13}  CTA {e.cta} {e.track:20} line {e.line:5}"
+            yield f"{head}  {e.opcode}  {e.text}".rstrip()
 
     def chrome(self) -> dict:
         """The trace-event format that chrome://tracing and Perfetto read; microseconds count events."""
@@ -73,8 +74,17 @@ class Trace:
         for e in self.events:
             tid = tracks.setdefault((e.cta, e.track), len(tracks) + 1)
             end = e.until if e.until is not None else e.order + 1
-            out.append({"name": e.text or e.opcode, "ph": "X", "ts": e.order, "dur": max(end - e.order, 1), "pid": e.cta,
-                        "tid": tid, "args": {"opcode": e.opcode, "ptx line": e.line}})  # fmt: skip
+            out.append(
+                {
+                    "name": e.text or e.opcode,
+                    "ph": "X",
+                    "ts": e.order,
+                    "dur": max(end - e.order, 1),
+                    "pid": e.cta,
+                    "tid": tid,
+                    "args": {"opcode": e.opcode, "ptx line": e.line},
+                }
+            )
         for (cta, track), tid in tracks.items():
             out.append({"name": "thread_name", "ph": "M", "pid": cta, "tid": tid, "args": {"name": track}})
             out.append({"name": "process_name", "ph": "M", "pid": cta, "args": {"name": f"CTA {cta}"}})
