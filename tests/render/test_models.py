@@ -60,7 +60,9 @@ def test_a_single_file_gives_the_same_clip_as_the_folder(ltx_folder, tmp_path, n
     (bare / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     loaded, prepared = load(checkpoint, components=str(bare))
     usual = load(ltx_folder)[0].pipe.transformer.state_dict()
-    assert all(torch.equal(usual[name], tensor) for name, tensor in loaded.pipe.transformer.state_dict().items())
+    assert all(
+        torch.equal(usual[name], tensor) for name, tensor in loaded.pipe.transformer.state_dict().items()
+    )
     # Tensors mapped at another alignment add up in another order.
     assert torch.allclose(render(loaded, prepared)[0].frames, frames(ltx_folder), atol=1e-5)
 
