@@ -52,6 +52,7 @@ __device__ __forceinline__ void merge(const MergeArgs& args) {
             out[4 * i + 3] = fmaf(weight, x.w, out[4 * i + 3]);
         }
     }
+    const float lse = sum == 0.0f ? -INFINITY : shift + logf(sum);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     alignas(16) Element packed[kMergeColumns];
 #pragma unroll
@@ -61,7 +62,7 @@ __device__ __forceinline__ void merge(const MergeArgs& args) {
     Element* target = static_cast<Element*>(args.out) + batch * args.stride_batch + position * args.stride_seq +
                       head * args.stride_head + column;
     *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(packed);
-    if (args.lse != nullptr && column == 0) args.lse[row] = sum == 0.0f ? -INFINITY : shift + logf(sum);
+    if (args.lse != nullptr && column == 0) args.lse[row] = lse;
 }
 
 }  // namespace
@@ -69,7 +70,7 @@ __device__ __forceinline__ void merge(const MergeArgs& args) {
 
 #define VIDEOATTN_MERGE_KERNEL(NAME, HEAD_DIM, ELEMENT)                                         \
     extern "C" __global__ void __launch_bounds__(videoattn::kMergeThreads)                      \
-        NAME(const __grid_constant__ videoattn::MergeArgs args) {                               \
+        NAME(const videoattn::MergeArgs args) {                                                 \
         videoattn::merge<HEAD_DIM, ELEMENT>(args);                                              \
     }
 

@@ -184,14 +184,14 @@ struct Consumer {
     static constexpr int kOutputs = C::kHeadDim / 2;
     static constexpr int kQSteps = C::kHeadDim / 16;
     static constexpr int kPSteps = C::kTileN / 16;
-    static constexpr uint32_t kAccumulate = 1, kClear = 2;
+    static constexpr uint32_t kAccumulate = 1, kClear = 2, kStore = 4, kRescale = 8;
     using Scores = Softmax<C::kTileN, C::kSoftExp2>;
 
     const Shared<C>& smem;
     const int group;
     uint32_t step = 0;  // key blocks whose scores are done; the values of step - 1 come with the scores of step
     uint32_t phases = 0;  // bit s: of v_clean[s]; bit kStages: of q_full
-    uint32_t pending = 0;  // about the P V to come: kAccumulate, kClear
+    uint32_t pending = 0;  // what the P V to come does to O (kAccumulate, kClear) and what comes before it
     uint32_t q[C::kQInRegisters ? kQSteps : 1][4];
 
     __device__ __forceinline__ Consumer(const Shared<C>& smem_, int group_) : smem(smem_), group(group_) {}
@@ -260,7 +260,8 @@ struct Consumer {
 
     // Every tile of this CTA, one key block a step.
     __device__ __forceinline__ void run(const CUtensorMap& o_map, const Args& args) {
-        float s[kScores], o[kOutputs], factor[2];
+        float s[kScores], o[kOutputs];
+        float factor[2] = {1.0f, 1.0f};  // what `pending` has O multiplied by
         uint32_t p[kPSteps][4];
         // Tiles are located anew where they are needed: registers are dearer than the few divisions.
         int index = next_tile(o_map, args, blockIdx.x);
@@ -279,66 +280,70 @@ struct Consumer {
         finish_scores(--left == 0);
         Scores softmax(args.scale_log2);
         if (tail < C::kTileN) Scores::mask(s, tail);
-        softmax.update_max(s, factor);
+        softmax.begin(s);
+        softmax.subtract(s, factor);
         softmax.exponentiate(s);
-        Scores::template pack_fragments<Element>(s, p);
         ++step;
 
+        // The loop begins where a block's P V ends: ptxas lifts the wait for it over any arithmetic of its basic
+        // block, and only here does that leave the exponentials beside the P V of the block before.
+        int done = index;
         while (true) {
-            const int done = index;
-            const bool crossing = left == 0;
-            uint32_t next = kAccumulate;
-            float inverse[2];
-            if (crossing) {
+            wgmma_wait<0>();
+            pin(s);
+            pin(o);
+            if (step > 1) release(smem.v_empty(stage(step - 2)));
+            Scores::template pack_fragments<Element>(s, p);
+            if (pending & kStore) {
+                store(o_map, args, done, o, factor);
+            } else if (pending & kRescale) {
+#pragma unroll
+                for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+            }
+            if (left == 0) {
+                done = index;
                 index = next_tile(o_map, args, index + gridDim.x);
-                if (index >= args.tiles) {
-                    index = done;
-                    break;
-                }
-                next = start(args, index, left, tail);
-                finish_rows(args, done, softmax, inverse);
-                take_queries();
+                if (index >= args.tiles) break;
             }
             wait_keys();
             take_turn();
+            if (left == 0) take_queries();
             pin(s);
-            pin(o);
             issue_scores(s);
             wait_values();
             issue_output(o, p);
             pass_turn();
+            if (left == 0) {
+                pending = start(args, index, left, tail) | kStore;
+                finish_rows(args, done, softmax, factor);
+            } else {
+                pending = kAccumulate;
+            }
             wgmma_wait<1>();
             pin(s);
             finish_scores(--left == 0);
-            pending = next;
-            if (crossing) {
-                softmax.reset();
+            if (pending & kStore) {
                 if (tail < C::kTileN) Scores::mask(s, tail);
+                softmax.begin(s);
             }
-            const bool rescale = softmax.update_max(s, factor);
+            float moved[2] = {1.0f, 1.0f};
+            if (softmax.subtract(s, moved) && pending & kAccumulate) {
+                pending |= kRescale;
+                factor[0] = moved[0];
+                factor[1] = moved[1];
+            }
             softmax.exponentiate(s);
-            wgmma_wait<0>();
-            pin(o);
-            finish_output();
+            pin(s);
             ++step;
-            Scores::template pack_fragments<Element>(s, p);
-            if (crossing) {
-                store(o_map, args, done, o, inverse);
-            } else if (rescale) {
-#pragma unroll
-                for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
-            }
         }
 
-        float inverse[2];
-        finish_rows(args, index, softmax, inverse);
+        finish_rows(args, done, softmax, factor);
         wait_values();
-        pin(o);
         issue_output(o, p);
         wgmma_wait<0>();
         pin(o);
-        finish_output();
-        store(o_map, args, index, o, inverse);
+        release(smem.v_empty(stage(step - 1)));
+        store(o_map, args, done, o, factor);
     }
 
     // The first tile from `index` on that has keys, or one past the last; those without get their zeros here.
@@ -363,10 +368,6 @@ struct Consumer {
         if (!C::kQInRegisters && last) release(smem.q_empty(group));
     }
 
-    __device__ __forceinline__ void finish_output() {
-        release(smem.v_empty(stage(step - 1)));
-    }
-
     // A finished tile's LSEs, and what its O is to be multiplied by.
     __device__ __forceinline__ void finish_rows(const Args& args, int index, const Scores& softmax,
                                                 float (&inverse)[2]) {
@@ -375,7 +376,7 @@ struct Consumer {
         for (int row = 0; row < 2; ++row) {
             const float sum = quad_sum(softmax.row_sum[row]);
             inverse[row] = 1.0f / sum;
-            write_lse(args, tile, row, softmax.row_max[row] * args.scale + logf(sum));
+            write_lse(args, tile, row, softmax.log_sum(row, sum));
         }
     }
 
@@ -513,7 +514,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
     extern "C" __global__ void __launch_bounds__(videoattn::hopper::CONFIG::kThreads, 1)                     \
         NAME(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,           \
              const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap o_map,           \
-             const __grid_constant__ videoattn::hopper::Args args) {                                         \
+             const videoattn::hopper::Args args) {                                         \
         videoattn::hopper::attention<videoattn::hopper::CONFIG, ELEMENT>(q_map, k_map, v_map, o_map, args);  \
     }
 

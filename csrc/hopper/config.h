@@ -63,7 +63,6 @@ struct Args {
     int32_t splits;
     int32_t tiles;  // q_tiles * splits * heads * batch, in this order from the fastest
     float scale_log2;  // softmax scale * log2(e)
-    float scale;
 };
 
 }  // namespace videoattn::hopper

@@ -32,7 +32,6 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     if (tiles > 2147000000.0 || call.grid > 65535)
         return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f query tiles are more than one launch can count", tiles);
     args.tiles = static_cast<int32_t>(tiles);
-    args.scale = call.scale;
     args.scale_log2 = call.scale * 1.4426950408889634f;
 
     const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;

@@ -35,22 +35,22 @@ __device__ __forceinline__ float exp2_soft(float x) {
     return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
 }
 
+__device__ __forceinline__ int quad_max(int x) {
+    x = max(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
 template <int kColumns, int kSoftExp2>
 struct Softmax {
     static constexpr int kBlocks = kColumns / 8;
     static constexpr bool kSoft = kSoftExp2 > 0;
     static constexpr int kPeriod = kSoft ? kSoftExp2 : 1;
 
-    float row_max[2];  // the reference maximum, in units of unscaled scores
+    float shift[2];    // scale_log2 * the row's reference maximum
     float row_sum[2];  // this thread's share
     float scale_log2;
 
-    __device__ __forceinline__ explicit Softmax(float scale_log2_) : scale_log2(scale_log2_) { reset(); }
-
-    __device__ __forceinline__ void reset() {
-        row_max[0] = row_max[1] = -INFINITY;
-        row_sum[0] = row_sum[1] = 0.0f;
-    }
+    __device__ __forceinline__ explicit Softmax(float scale_log2_) : scale_log2(scale_log2_) {}
 
     // Columns at and past `valid` of this tile leave the softmax.
     static __device__ __forceinline__ void mask(float (&s)[kColumns / 2], int valid) {
@@ -63,9 +63,8 @@ struct Softmax {
         }
     }
 
-    // Moves the reference maximum if any row of the warp needs it; true: O must be multiplied by `factor`.
-    __device__ __forceinline__ bool update_max(const float (&s)[kColumns / 2], float (&factor)[2]) {
-        float tile_max[2];
+    // Begins a tile's rows: its first block's own maxima are the reference.
+    __device__ __forceinline__ void begin(const float (&s)[kColumns / 2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             float a = fmaxf(s[2 * row], s[2 * row + 1]);
@@ -75,39 +74,67 @@ struct Softmax {
                 a = fmaxf(a, fmaxf(s[4 * block + 2 * row], s[4 * block + 2 * row + 1]));
                 b = fmaxf(b, fmaxf(s[4 * block + 4 + 2 * row], s[4 * block + 4 + 2 * row + 1]));
             }
-            tile_max[row] = quad_max(fmaxf(a, b));
+            const float top = quad_max(fmaxf(a, b));
+            shift[row] = top == -INFINITY ? 0.0f : top * scale_log2;
+            row_sum[row] = 0.0f;
         }
-        const bool moves = (tile_max[0] - row_max[0]) * scale_log2 > kRescaleThreshold ||
-                           (tile_max[1] - row_max[1]) * scale_log2 > kRescaleThreshold;
-        if (!__any_sync(0xffffffffu, moves)) return false;
+    }
+
+    // s becomes scale_log2 * s - shift. Where a row of the warp exceeds the threshold its reference moves; true: O
+    // must be multiplied by `factor`. Above 0 floats order as integers, and nothing below 0 matters here, so that
+    // one three-way integer maximum replaces two floating-point ones.
+    __device__ __forceinline__ bool subtract(float (&s)[kColumns / 2], float (&factor)[2]) {
+        int top[2] = {0, 0};
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                float& a = s[4 * block + 2 * row];
+                float& b = s[4 * block + 2 * row + 1];
+                a = fmaf(a, scale_log2, -shift[row]);
+                b = fmaf(b, scale_log2, -shift[row]);
+                top[row] = max(max(__float_as_int(a), __float_as_int(b)), top[row]);
+            }
+        }
+        if (!__any_sync(0xffffffffu, max(top[0], top[1]) > __float_as_int(kRescaleThreshold))) return false;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float next = fmaxf(row_max[row], tile_max[row]);
-            factor[row] = next == -INFINITY ? 1.0f : exp2_approx((row_max[row] - next) * scale_log2);
-            row_max[row] = next;
+            const float above = __int_as_float(quad_max(top[row]));
+            const float move = above > kRescaleThreshold ? above : 0.0f;
+            shift[row] += move;
+            factor[row] = exp2_approx(-move);
             row_sum[row] *= factor[row];
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+                s[4 * block + 2 * row] -= move;
+                s[4 * block + 2 * row + 1] -= move;
+            }
         }
         return true;
     }
 
-    // s becomes exp2(scale_log2 * (s - row_max)); sums are the thread's own.
+    // s becomes exp2(s); sums are the thread's own.
     __device__ __forceinline__ void exponentiate(float (&s)[kColumns / 2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            const float shift = row_max[row] == -INFINITY ? 0.0f : row_max[row] * scale_log2;
             float sum[2] = {row_sum[row], 0.0f};
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
-                    x = fmaf(x, scale_log2, -shift);
                     x = kSoft && block % kPeriod == kPeriod - 1 ? exp2_soft(x) : exp2_approx(x);
                     sum[e] += x;
                 }
             }
             row_sum[row] = sum[0] + sum[1];
         }
+    }
+
+    // The row's LSE from its full sum: natural logarithm.
+    __device__ __forceinline__ float log_sum(int row, float sum) const {
+        constexpr float kLn2 = 0.6931471805599453f;
+        return fmaf(shift[row], kLn2, __logf(sum));
     }
 
     // The accumulator layout of two neighbouring 8-column blocks is the A fragment of one k16 step.

@@ -128,11 +128,10 @@ def test_arguments_carry_the_call():
     lengths = torch.tensor([5, 300], dtype=torch.int32)
     made = plan.plan(make_call(q, k, v, lse=lse, kv_lengths=lengths, scale=0.25))
     (blob,) = [p for p in made.params[: made.num_params] if p.tensor_map < 0]
-    fields = struct.unpack_from("<QQQQiiiiiiiff", bytes(made.args), blob.offset)
+    fields = struct.unpack_from("<QQQQiiiiiiif", bytes(made.args), blob.offset)
     assert fields[:4] == (lse.data_ptr(), lengths.data_ptr(), 0, 0)
-    batch, heads, q_len, kv_len, q_tiles, splits, tiles, scale_log2, scale = fields[4:]
+    batch, heads, q_len, kv_len, q_tiles, splits, tiles, scale_log2 = fields[4:]
     assert (batch, heads, q_len, kv_len, q_tiles, splits, tiles) == (2, 3, 200, 300, 2, 1, 12)
-    assert scale == 0.25
     assert scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
 
 

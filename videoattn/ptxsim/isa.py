@@ -394,7 +394,10 @@ def _mov(g: Emitter, ins: Instr) -> None:
     elif isinstance(a, Reg) and isinstance(d, Reg):
         if TYPE_BYTES[a.type] != TYPE_BYTES[d.type]:
             raise g.malformed(f"{a.name} and {d.name} differ in size")
-        if g.guarded:
+        if g.guarded and TYPE_BYTES[d.type]:
+            bits = f"b{8 * TYPE_BYTES[d.type]}"
+            g.write(d, g.src(a, bits), bits)
+        elif g.guarded:
             g.write(d, g.raw_reg(a), d.type)
         else:  # shares the array; a pending or poisoned value travels unseen
             name = g.raw_reg(a)

@@ -77,9 +77,10 @@ def _ld(g: Emitter, ins: Instr) -> None:
     if not isinstance(m, Mem):
         raise g.malformed("expected an address in brackets")
     if space == "param":
-        if not isinstance(m.base, Sym):
-            raise g.bad("indirect parameter loads")
-        out = g.effect(f"C.ld_param({m.base.name!r}, {m.base.offset + m.offset}, {size}, {count})")
+        if isinstance(m.base, Sym):
+            out = g.effect(f"C.ld_param({m.base.name!r}, {m.base.offset + m.offset}, {size}, {count})")
+        else:
+            out = g.effect(f"C.ld_param_at({g.mask}, {g.address(m)}, {size}, {count})")
     else:
         if space == "shared" and isinstance(m.base, Imm):
             raise g.bad("absolute shared addresses")
