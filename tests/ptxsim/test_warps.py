@@ -200,7 +200,8 @@ def test_two_ctas_that_write_one_place_are_a_race():
 
 
 def test_lanes_that_write_one_place_are_a_race():
-    report, _ = run("and.b32 %a, %l, 15; mul.wide.u32 %f, %a, 4; add.u64 %o, %out, %f; st.global.u32 [%o], %l;")
+    body = "and.b32 %a, %l, 15; mul.wide.u32 %f, %a, 4; add.u64 %o, %out, %f; st.global.u32 [%o], %l;"
+    report, _ = run(body)
     assert any("lanes of one st.global" in f.message for f in report.errors)
 
 
