@@ -29,13 +29,14 @@ def main() -> None:
         step = find_step(steps, name)
         kernel = compile_step(step).entry(step.kernel)
         for schedule in args.schedules.split(","):
-            seconds = []
+            seconds, outcome = [], None
             for _ in range(2):  # the first run compiles the kernel's blocks
                 start = time.process_time()
                 outcome = run_step(
                     step, kernel, q_len=q_len, kv_len=kv_len, schedule=Schedule.named(schedule), ctas=1
                 )
                 seconds.append(time.process_time() - start)
+            assert outcome is not None
             n = outcome.report.instructions
             print(
                 f"{step.name:28} {schedule:9} {n:8} {seconds[1]:6.2f} {seconds[0]:11.2f} "

@@ -28,14 +28,19 @@ from videoattn.ptxsim.ladder import (
 )
 from videoattn.ptxsim.mutate import OPERATORS, Mutant, mutants
 
-SCHEDULES = (Schedule.late(), Schedule.early(), Schedule.random(7))
+RUNS = (("rising", Schedule.late()), ("normal", Schedule.early()), ("rising", Schedule.random(7)))
 
 
 def rising(operands, step):
-    """Keys that grow from tile to tile, so that row maxima rise and every rescale runs."""
+    """Keys that grow from tile to tile, so that row maxima rise and every rescale runs.
+
+    Queries of all sizes, so that some rows still weigh every tile.
+    """
     q, k, v = operands
-    scale = 1 + 2 * (np.arange(k.shape[1]) // step.kv_rows_per_tile)
-    return q, decode(encode(k * scale[None, :, None], step.dtype), step.dtype), v
+    grow = 1 + 2 * (np.arange(k.shape[1]) // step.kv_rows_per_tile)
+    size = np.random.default_rng(0).permutation(np.linspace(0.05, 1.5, q.shape[1]))
+    parts = (q * size[None, :, None], k * grow[None, :, None])
+    return *(decode(encode(x, step.dtype), step.dtype) for x in parts), v
 
 
 def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str, str]:
@@ -51,7 +56,7 @@ def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str,
         if outcome.report.findings:
             return "finding", str(outcome.report.findings[0])
         if outcome.max_error > outcome.bound:
-            wrong = wrong or f"max error {outcome.max_error:.3g}, schedule {schedule}"
+            wrong = wrong or f"max error {outcome.max_error:.3g}, {values} inputs, schedule {schedule}"
     return ("values", wrong) if wrong else ("survived", "")
 
 
