@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.render.fixtures import SIZE
 from tests.render.test_recipes import checked, render
-from videoattn.render import models, sources
+from videoattn.render import devices, models, sources
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 
@@ -60,7 +60,9 @@ def test_a_single_file_gives_the_same_clip_as_the_folder(ltx_folder, tmp_path, n
     (bare / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     loaded, prepared = load(checkpoint, components=str(bare))
     usual = load(ltx_folder)[0].pipe.transformer.state_dict()
-    assert all(torch.equal(usual[name], tensor) for name, tensor in loaded.pipe.transformer.state_dict().items())
+    assert all(
+        torch.equal(usual[name], tensor) for name, tensor in loaded.pipe.transformer.state_dict().items()
+    )
     # Tensors mapped at another alignment add up in another order.
     assert torch.allclose(render(loaded, prepared)[0].frames, frames(ltx_folder), atol=1e-5)
 
@@ -243,10 +245,10 @@ def test_loras_that_do_not_fit(ltx_folder, lora_file, tmp_path):
 
 
 def test_devices():
-    assert models.pick_device("cpu") == CPU
+    assert devices.pick_device("cpu") == CPU
     with pytest.raises(UsageError, match="unknown device 'gpu9'"):
-        models.pick_device("gpu9")
+        devices.pick_device("gpu9")
     with pytest.raises(UsageError, match="no device cuda:99"):
-        models.pick_device("cuda:99")
-    assert models.pick_dtype("auto", CPU) == "fp32"
-    assert models.pick_dtype("fp16", CPU) == "fp16"
+        devices.pick_device("cuda:99")
+    assert devices.pick_dtype("auto", CPU) == "fp32"
+    assert devices.pick_dtype("fp16", CPU) == "fp16"

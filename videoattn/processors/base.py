@@ -25,7 +25,7 @@ class Processor:
     # diffusers' setters look for these two; a value other than None is refused when the model runs.
     _attention_backend: Any = None
     _parallel_config: Any = None
-    stock: type
+    replaces: type
 
     def __init__(self, kind: Kind, kernel: str, text_mask: masks.TextMask | None = None) -> None:
         self.kind = kind
@@ -42,8 +42,9 @@ class Processor:
                 "videoattn does not shard attention: call uninstall() before enable_parallelism()"
             )
         if self._attention_backend is not None:
+            backend = getattr(self._attention_backend, "value", self._attention_backend)
             raise RuntimeError(
-                f"diffusers' attention backend '{self._attention_backend}' was set while videoattn is "
+                f"diffusers' attention backend '{backend}' was set while videoattn is "
                 "installed: call reset_attention_backend(), or uninstall() to use it"
             )
         if attn.fused_projections:

@@ -13,7 +13,7 @@ from videoattn.processors.base import Processor
 class LTXVideoProcessor(Processor):
     """Serves the calls of `LTXVideoAttnProcessor`."""
 
-    stock = stock.LTXVideoAttnProcessor
+    replaces = stock.LTXVideoAttnProcessor
 
     def __call__(
         self,

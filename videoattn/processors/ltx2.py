@@ -15,7 +15,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 class LTX2Processor(Processor):
     """Serves the calls of `LTX2AudioVideoAttnProcessor`: LTX-2.0, and the connectors of every version."""
 
-    stock: type = stock.LTX2AudioVideoAttnProcessor
+    replaces: type = stock.LTX2AudioVideoAttnProcessor
 
     def __call__(
         self,
@@ -37,7 +37,7 @@ class LTX2Processor(Processor):
 class LTX2PerturbedProcessor(Processor):
     """Serves the calls of `LTX2PerturbedAttnProcessor`: LTX-2.3 and 2.5, with spatio-temporal guidance."""
 
-    stock = stock.LTX2PerturbedAttnProcessor
+    replaces = stock.LTX2PerturbedAttnProcessor
 
     def __call__(
         self,

@@ -16,8 +16,8 @@ import torch
 
 from videoattn.dispatch import MaskForm
 
-# Where the module keeps its verdicts: argument name → (position, TextMask).
-ATTRIBUTE = "_videoattn_text_masks"
+# Where a watched module keeps its `Watch`.
+ATTRIBUTE = "_videoattn_masks"
 # diffusers writes −10000 (−9984 in bf16) and the connectors the dtype's minimum for a masked key.
 MASKED_BIAS = -9000.0
 REMEMBERED = 4
@@ -29,20 +29,23 @@ class TextMask:
     `dense` until a mask was looked at: a mask nobody vouches for is honoured whole.
     """
 
-    def __init__(self) -> None:
-        self.form: MaskForm = "dense"
+    form: MaskForm = "dense"
+
+
+class Watch:
+    """The masks that one module receives; `arguments` maps their names to positions and where forms go."""
+
+    def __init__(self, arguments: Mapping[str, tuple[int, TextMask]]) -> None:
+        self.arguments = dict(arguments)
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, MaskForm]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"form": "dense", "_seen": []}
+        return {"arguments": self.arguments, "_seen": []}
 
-    def look(self, mask: torch.Tensor) -> None:
-        """Set the form for the forward about to run; a mask seen before, or its part, is not read again."""
-        self.form = self._known(mask) or self._remember(mask, classify(mask))
-
-    def _known(self, mask: torch.Tensor) -> MaskForm | None:
+    def form(self, mask: torch.Tensor) -> MaskForm:
+        """The form of a mask; one seen before, or a part of it, is not read again while it is unchanged."""
         if mask.is_inference():
-            return None  # no version counter: a change in place would go unnoticed
+            return classify(mask)  # no version counter: a change in place would go unnoticed
         for reference, version, form in self._seen:
             known = reference()
             if known is None or known._version != version:
@@ -50,11 +53,8 @@ class TextMask:
             # Entries of a dense mask may have a better form of their own.
             if mask is known or (form != "dense" and _is_part(mask, known)):
                 return form
-        return None
-
-    def _remember(self, mask: torch.Tensor, form: MaskForm) -> MaskForm:
-        if not mask.is_inference():
-            self._seen = [(weakref.ref(mask), mask._version, form), *self._seen[: REMEMBERED - 1]]
+        form = classify(mask)
+        self._seen = [(weakref.ref(mask), mask._version, form), *self._seen[: REMEMBERED - 1]]
         return form
 
 
@@ -74,8 +74,10 @@ def classify(mask: torch.Tensor) -> MaskForm:
 
     `mask` is multiplicative `(batch, kv_len)`, 1 for a valid key, or an additive bias `(batch, 1, kv_len)` or
     `(batch, 1, 1, kv_len)`, 0 for a valid key. `none`: every key is valid. `kv_lengths`: at least one leading
-    key is valid and the rest is masked, per batch entry. `dense`: anything else.
+    key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values.
     """
+    if mask.is_meta:
+        return "dense"
     if mask.dim() == 2:
         valid, masked = mask == 1, mask == 0
     else:
@@ -104,23 +106,25 @@ def apply(form: MaskForm, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor
 @torch.compiler.disable(reason="reads the masks' values")  # pyright: ignore[reportArgumentType]
 def look_at_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The pre-hook; torch.compile calls it outside the graph of the module it compiles."""
-    for name, (position, text_mask) in getattr(module, ATTRIBUTE).items():
+    seen: Watch = getattr(module, ATTRIBUTE)
+    for name, (position, text_mask) in seen.arguments.items():
         mask = kwargs.get(name, args[position] if position < len(args) else None)
         if mask is not None:
-            text_mask.look(mask)
+            text_mask.form = seen.form(mask)
 
 
 @torch.compiler.substitute_in_graph(look_at_masks, skip_signature_check=True)
 def _forget_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Inlined into a larger graph there is no moment to look at values, and what is known may be out of date.
-    for _, text_mask in getattr(module, ATTRIBUTE).values():
+    for _, text_mask in getattr(module, ATTRIBUTE).arguments.values():
         text_mask.form = "dense"
 
 
 def watch(module: torch.nn.Module, text_masks: Mapping[str, TextMask]) -> torch.utils.hooks.RemovableHandle:
     """Look at the masks that `module.forward` receives, by argument name, before each forward."""
     parameters = list(inspect.signature(module.forward).parameters)
-    setattr(module, ATTRIBUTE, {name: (parameters.index(name), mask) for name, mask in text_masks.items()})
+    arguments = {name: (parameters.index(name), text_mask) for name, text_mask in text_masks.items()}
+    setattr(module, ATTRIBUTE, Watch(arguments))
     return module.register_forward_pre_hook(look_at_masks, with_kwargs=True)  # pyright: ignore[reportArgumentType]
 
 

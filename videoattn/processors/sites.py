@@ -110,11 +110,11 @@ def _serving(path: str, processor: Any) -> type[Processor]:
     for ours in served:
         if type(processor) is ours:
             return ours
-        if type(processor) is ours.stock:
-            unknown = set(_parameters(ours.stock)) - set(_parameters(ours))
+        if type(processor) is ours.replaces:
+            unknown = set(_parameters(ours.replaces)) - set(_parameters(ours))
             if unknown:
                 raise ValueError(
-                    f"{ours.stock.__name__} of this diffusers takes {', '.join(sorted(unknown))}, which "
+                    f"{ours.replaces.__name__} of this diffusers takes {', '.join(sorted(unknown))}, which "
                     "videoattn does not know: use a diffusers version it was tested with"
                 )
             return ours

@@ -34,7 +34,7 @@ class Stack:
         self.text_masks: dict[Kind, masks.TextMask] = {}
         # A copy of a model made while videoattn was installed elsewhere has no original to go back to.
         self.originals = {
-            site.module: site.processor.stock()
+            site.module: site.processor.replaces()
             if isinstance(site.module.processor, Processor)
             else site.module.processor
             for site in sites
