@@ -79,6 +79,8 @@ def render(
     from videoattn.render.settings import work
 
     prepared = check(job, local_files_only=local_files_only, warn=_warn)
+    if from_ is not None:
+        _warn_of_another_image(from_, prepared.image_sha256)
     resolved = prepared.job
     place = output or unused_name(resolved.prompt, resolved.seed)
     check_places(place, poster=poster, preview=preview, timing=timing)
@@ -184,6 +186,14 @@ def _job(prompt: str | None, settings: RenderJob, source: Path | None) -> Render
         keep = ("prompt", "negative_prompt", "width", "height", "num_frames", "frame_rate", "seed", "image")
         earlier = {name: earlier[name] for name in keep}
     return RenderJob.parse({name: value for name, value in earlier.items() if value is not None} | given)
+
+
+def _warn_of_another_image(clip: Path, sha256: str | None) -> None:
+    from videoattn.render.metadata import read
+
+    before = read(clip).get("image_sha256")
+    if before is not None and sha256 is not None and before != sha256:
+        _warn(f"the image is not the one that {clip} was rendered from")
 
 
 def _check_arms(arms: tuple[str, ...]) -> None:
