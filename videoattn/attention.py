@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch._C._functorch import maybe_current_level as _transform_level
 from torch.autograd import profiler
 
 from videoattn import kernels
@@ -101,7 +102,6 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_transform_level = torch._C._functorch.maybe_current_level
 _tracing = torch._C._is_tracing
 
 
