@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import videoattn
+from videoattn.attention import attend
 from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
-from videoattn.kernels import flash3
+from videoattn.kernels import flash3, sdpa
 
 
 def reference(q, k, v, scale=None, kv_lengths=None):
@@ -180,7 +182,7 @@ def test_fake_and_meta_tensors_get_shapes_only():
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_trace_holds_the_op():
     q, k, v = inputs()
-    traced = torch.jit.trace(lambda q, k, v: videoattn.attention(q, k, v), (q, k, v), check_trace=False)
+    traced: Any = torch.jit.trace(lambda q, k, v: videoattn.attention(q, k, v), (q, k, v), check_trace=False)
     assert "videoattn::attention" in str(traced.graph)
     torch.testing.assert_close(traced(k, k, v), videoattn.attention(k, k, v))
 
@@ -193,16 +195,32 @@ def test_vmap_runs_each_entry_on_its_own():
         torch.testing.assert_close(together[i], videoattn.attention(q[i], k[i], v[i]))
 
 
-def test_lazily_negated_tensors():
+def test_kernels_meet_no_lazily_negated_tensors(monkeypatch):
+    """Those that read memory by address would miss the sign."""
+    seen = []
+    run = sdpa.run
+
+    def watched(q, k, v, **options):
+        seen.extend(t.is_neg() for t in (q, k, v))
+        return run(q, k, v, **options)
+
+    monkeypatch.setattr(sdpa, "run", watched)
     pairs = torch.randn(2, 40, 3, 64, dtype=torch.complex64)
-    q, negated = pairs.real.contiguous(), pairs.conj().imag
+    plain, negated = pairs.real.contiguous(), pairs.conj().imag
     assert negated.is_neg()
-    torch.testing.assert_close(
-        videoattn.attention(q, negated, negated),
-        reference(q, -pairs.imag, -pairs.imag)[0],
-        atol=1e-5,
-        rtol=1e-5,
-    )
+    for place in range(3):
+        arguments = [negated if i == place else plain for i in range(3)]
+        want = reference(*(t.resolve_neg() for t in arguments))[0]
+        torch.testing.assert_close(videoattn.attention(*arguments), want, atol=1e-5, rtol=1e-5)
+    assert seen == [False] * 9
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_training_through_the_unchecked_call_warns(place):
+    arguments = inputs()
+    arguments[place].requires_grad_()
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        attend(*arguments)[0].sum().backward()
 
 
 def test_export_holds_the_op():
