@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -159,6 +159,26 @@ def test_modes_see_the_op(mode):
     with mode() as seen:
         videoattn.attention(*inputs())
     assert OP in seen.names
+
+
+class Watched(torch.Tensor):
+    """Notes the functions it is given to."""
+
+    names: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.names.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_subclass_sees_the_op(place):
+    arguments = inputs()
+    arguments[place] = arguments[place].as_subclass(Watched)
+    Watched.names.clear()
+    videoattn.attention(*arguments)
+    assert OP in Watched.names
 
 
 def test_the_profiler_sees_the_op():
