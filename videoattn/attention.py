@@ -39,7 +39,10 @@ def _run(
         )
 
     active = recorder.active()
-    out, lse = launch(choice.kernel) if active is None else active.record(call, choice, launch)
+    if active is None:
+        out, lse = launch(choice.kernel)
+    else:
+        out, lse = active.record(call, choice, launch, device=q.device, kv_lengths=kv_lengths)
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 

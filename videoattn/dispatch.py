@@ -29,7 +29,8 @@ class KernelUnavailable(RuntimeError):
     """A kernel was asked for by name and cannot serve the call; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: a frozen dataclass takes twenty times as long to make, and every call makes one.
+@dataclass(slots=True, unsafe_hash=True)
 class AttentionCall:
     """Everything about one attention call that decides which kernel may serve it.
 

@@ -1,23 +1,27 @@
-"""The hand-written Hopper kernel."""
+"""The hand-written Hopper kernel (sm_90a)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from videoattn.kernels import native, verify
 
 if TYPE_CHECKING:
     import torch
 
     from videoattn.dispatch import AttentionCall
 
+CAPABILITIES = {(9, 0)}
+
 
 def supports(call: AttentionCall) -> str | None:
-    """None of this kernel's code is part of this version."""
-    return "this version of videoattn does not contain it yet"
+    """bf16 and fp16, head dims 64 and 128, unmasked or with key lengths, on compute capability 9.0."""
+    return native.refusal(call, CAPABILITIES)
 
 
 def untrusted(call: AttentionCall) -> str | None:
-    """Nothing to trust before there is a kernel."""
-    return None
+    """Why `auto` must not bind it yet: no passed self-check for this GPU, driver and build."""
+    return verify.untrusted("hopper")
 
 
 def run(
@@ -30,5 +34,5 @@ def run(
     mask: torch.Tensor | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Unreachable while `supports` refuses every call."""
-    raise RuntimeError("the Hopper kernel is not part of this version")
+    """Launch on the current stream; inputs whose strides TMA can't take are copied first."""
+    return native.run(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=90)

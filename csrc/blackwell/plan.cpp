@@ -1,0 +1,50 @@
+#include "../common/plan.h"
+
+#include "config.h"
+
+namespace videoattn {
+namespace {
+
+template <typename Config>
+int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
+    using namespace blackwell;
+    Args args{};
+    args.lse = call.lse;
+    args.kv_lengths = call.kv_lengths;
+    args.heads = static_cast<int32_t>(call.heads);
+    args.q_len = static_cast<int32_t>(call.q_len);
+    args.kv_len = static_cast<int32_t>(call.kv_len);
+    args.q_blocks = static_cast<int32_t>(ceil_div(call.q_len, kItemRows));
+    // The kernel counts items in 32 bits and steps past the last one by a grid.
+    const double items = static_cast<double>(args.q_blocks) * call.heads * call.batch;
+    if (items > 2147000000.0 || call.heads > 0x7fffffff || call.grid > 65535)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f work items are more than one launch can count", items);
+    args.items = static_cast<int32_t>(items);
+    args.scale_log2 = call.scale * 1.4426950408889634f;
+
+    const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
+    if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
+    snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_blackwell_d%d_%s", Config::kHeadDim,
+             call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
+    plan->grid[0] = static_cast<uint32_t>(wanted < args.items ? wanted : args.items);
+    plan->grid[1] = plan->grid[2] = 1;
+    plan->block[0] = kThreads;
+    plan->block[1] = plan->block[2] = 1;
+    plan->cluster[0] = plan->cluster[1] = plan->cluster[2] = 1;
+    plan->dynamic_smem = Config::kSmemBytes;
+    add_map(plan, bshd_map(call, call.q, call.q_len, kTileRows, kPromote256B));
+    add_map(plan, bshd_map(call, call.k, call.kv_len, kTileRows, kPromote256B));
+    add_map(plan, bshd_map(call, call.v, call.kv_len, kTileRows, kPromote256B));
+    add_map(plan, bshd_map(call, call.out, call.q_len, kOutRows, kPromoteNone));
+    add_args(plan, args);
+    return VIDEOATTN_OK;
+}
+
+}  // namespace
+
+int plan_blackwell(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
+    return call.head_dim == 128 ? plan_config<blackwell::Config128>(call, plan, message)
+                                : plan_config<blackwell::Config64>(call, plan, message);
+}
+
+}  // namespace videoattn

@@ -1,0 +1,38 @@
+// Launching what a plan describes. The only file pair that talks to the CUDA runtime and driver.
+#pragma once
+
+#include "plan.h"
+
+namespace videoattn {
+
+struct Kernel {
+    const char* name;      // as in VideoattnPlan.kernel
+    const void* function;  // the __global__ function
+};
+
+struct KernelList {
+    const Kernel* kernels;
+    int count;
+};
+
+#define VIDEOATTN_ENTRY(NAME) {#NAME, reinterpret_cast<const void*>(NAME)}
+
+KernelList hopper_kernels();
+KernelList blackwell_kernels();
+KernelList merge_kernels();
+
+struct DeviceFacts {
+    int arch;  // compute capability without its dot
+    int num_sms;
+};
+
+// Cached per device; asks the driver on first use only.
+int device_facts(int device, DeviceFacts* facts, const Message& message);
+
+// Whether the driver is new enough for this build and holds an image for the device.
+int check_device(int device, const Message& message);
+
+// Encodes the plan's tensor maps and launches its kernel on `stream` of `device`.
+int launch_plan(const VideoattnPlan& plan, int device, void* stream, const Message& message);
+
+}  // namespace videoattn

@@ -1,0 +1,75 @@
+#include "../common/plan.h"
+
+#include "config.h"
+
+namespace videoattn {
+namespace {
+
+template <typename Config>
+int splits(const VideoattnCall& call) {
+    const int64_t blocks = ceil_div(call.kv_len, Config::kTileN);
+    if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
+    return choose_splits(ceil_div(call.q_len, Config::kTileM) * call.heads, blocks, call.num_sms);
+}
+
+template <typename Config>
+int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
+    hopper::Args args{};
+    args.splits = call.workspace == nullptr ? 1 : splits<Config>(call);
+    if (args.splits > 1) {
+        args.partial_out = static_cast<float*>(call.workspace);
+        args.partial_lse = args.partial_out + workspace_of(call, args.splits).output_bytes / 4;
+    }
+    args.lse = call.lse;
+    args.kv_lengths = call.kv_lengths;
+    args.batch = static_cast<int32_t>(call.batch);
+    args.heads = static_cast<int32_t>(call.heads);
+    args.q_len = static_cast<int32_t>(call.q_len);
+    args.kv_len = static_cast<int32_t>(call.kv_len);
+    args.q_tiles = static_cast<int32_t>(ceil_div(call.q_len, Config::kTileM));
+    // The kernel counts tiles in 32 bits and steps past the last one by a grid.
+    const double tiles = static_cast<double>(args.q_tiles) * args.splits * call.heads * call.batch;
+    if (tiles > 2147000000.0 || call.grid > 65535)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f query tiles are more than one launch can count", tiles);
+    args.tiles = static_cast<int32_t>(tiles);
+    args.scale_log2 = call.scale * 1.4426950408889634f;
+
+    const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
+    if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
+    snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d_%s", Config::kHeadDim, Config::kTileN,
+             call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
+    plan->grid[0] = static_cast<uint32_t>(wanted < args.tiles ? wanted : args.tiles);
+    plan->grid[1] = plan->grid[2] = 1;
+    plan->block[0] = Config::kThreads;
+    plan->block[1] = plan->block[2] = 1;
+    plan->cluster[0] = plan->cluster[1] = plan->cluster[2] = 1;
+    plan->dynamic_smem = Config::kSmemBytes;
+    add_map(plan, bshd_map(call, call.q, call.q_len, hopper::kGroupRows, kPromote128B));
+    add_map(plan, bshd_map(call, call.k, call.kv_len, Config::kTileN, kPromote256B));
+    add_map(plan, bshd_map(call, call.v, call.kv_len, Config::kTileN, kPromote256B));
+    add_map(plan, bshd_map(call, call.out, call.q_len, hopper::kGroupRows, kPromoteNone));
+    add_args(plan, args);
+    return VIDEOATTN_OK;
+}
+
+// Calls `use` with the configuration for the call: the key tile that pads kv_len least, the wider one on a tie.
+template <typename Use>
+int with_config(const VideoattnCall& call, const Use& use) {
+    using namespace hopper;
+    if (call.head_dim == 128) return use(D128N128{});
+    const auto padded = [&](int64_t tile) { return ceil_div(call.kv_len, tile) * tile; };
+    if (call.kv_len <= kShortKeys && padded(D64N144::kTileN) < padded(D64N128::kTileN)) return use(D64N144{});
+    return use(D64N128{});
+}
+
+}  // namespace
+
+int plan_hopper(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
+    return with_config(call, [&](auto config) { return plan_config<decltype(config)>(call, plan, message); });
+}
+
+int splits_hopper(const VideoattnCall& call) {
+    return with_config(call, [&](auto config) { return splits<decltype(config)>(call); });
+}
+
+}  // namespace videoattn

@@ -1,0 +1,152 @@
+// Online softmax over one warpgroup's 64 x kTileN scores, in wgmma's accumulator layout: a thread holds two rows
+// (t / 4 and t / 4 + 8 of its warp's 16) and of each 8-column block the columns 2 (t % 4) and 2 (t % 4) + 1.
+#pragma once
+
+#include <cmath>
+
+#include "ptx.cuh"
+
+namespace videoattn::hopper {
+
+// A row's reference maximum may lag its true maximum by this many powers of two before O is rescaled: P then stays
+// below 2^8, which bf16, fp16 and the fp32 sums hold without loss (FA4 paper, section 3.1.2).
+constexpr float kRescaleThreshold = 8.0f;
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// 2^x on the FMA pipe for x in about [-126, 127]: the fraction by a cubic (relative minimax on [0, 1], error 7.5e-5,
+// below the rounding of P to bf16 or fp16), the integer part added to the exponent (FA4 paper, section 3.1.3).
+__device__ __forceinline__ float exp2_soft(float x) {
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are floor(x)
+    x = fmaxf(x, -126.0f);
+    const float shifted = __fadd_rd(x, kMagic);
+    const float fraction = x - (shifted - kMagic);
+    float y = fmaf(fraction, 0.07802452147006989f, 0.22606715559959412f);
+    y = fmaf(y, fraction, 0.6958335638046265f);
+    y = fmaf(y, fraction, 0.9999251961708069f);
+    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
+}
+
+__device__ __forceinline__ int quad_max(int x) {
+    x = max(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+template <int kColumns, int kSoftExp2>
+struct Softmax {
+    static constexpr int kBlocks = kColumns / 8;
+    static constexpr bool kSoft = kSoftExp2 > 0;
+    static constexpr int kPeriod = kSoft ? kSoftExp2 : 1;
+
+    float shift[2];    // scale_log2 * the row's reference maximum
+    float row_sum[2];  // this thread's share
+    float scale_log2;
+
+    __device__ __forceinline__ explicit Softmax(float scale_log2_) : scale_log2(scale_log2_) {}
+
+    // Columns at and past `valid` of this tile leave the softmax.
+    static __device__ __forceinline__ void mask(float (&s)[kColumns / 2], int valid) {
+        const int first = 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (8 * block + first + e % 2 >= valid) s[4 * block + e] = -INFINITY;
+        }
+    }
+
+    // Begins a tile's rows: its first block's own maxima are the reference.
+    __device__ __forceinline__ void begin(const float (&s)[kColumns / 2]) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float a = fmaxf(s[2 * row], s[2 * row + 1]);
+            float b = fmaxf(s[4 + 2 * row], s[4 + 2 * row + 1]);
+#pragma unroll
+            for (int block = 2; block < kBlocks; block += 2) {
+                a = fmaxf(a, fmaxf(s[4 * block + 2 * row], s[4 * block + 2 * row + 1]));
+                b = fmaxf(b, fmaxf(s[4 * block + 4 + 2 * row], s[4 * block + 4 + 2 * row + 1]));
+            }
+            const float top = quad_max(fmaxf(a, b));
+            shift[row] = top == -INFINITY ? 0.0f : top * scale_log2;
+            row_sum[row] = 0.0f;
+        }
+    }
+
+    // s becomes scale_log2 * s - shift. Where a row of the warp exceeds the threshold its reference moves; true: O
+    // must be multiplied by `factor`. Above 0 floats order as integers, and nothing below 0 matters here, so that
+    // one three-way integer maximum replaces two floating-point ones.
+    __device__ __forceinline__ bool subtract(float (&s)[kColumns / 2], float (&factor)[2]) {
+        int top[2] = {0, 0};
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                float& a = s[4 * block + 2 * row];
+                float& b = s[4 * block + 2 * row + 1];
+                a = fmaf(a, scale_log2, -shift[row]);
+                b = fmaf(b, scale_log2, -shift[row]);
+                top[row] = max(max(__float_as_int(a), __float_as_int(b)), top[row]);
+            }
+        }
+        if (!__any_sync(0xffffffffu, max(top[0], top[1]) > __float_as_int(kRescaleThreshold))) return false;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float above = __int_as_float(quad_max(top[row]));
+            const float move = above > kRescaleThreshold ? above : 0.0f;
+            shift[row] += move;
+            factor[row] = exp2_approx(-move);
+            row_sum[row] *= factor[row];
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+                s[4 * block + 2 * row] -= move;
+                s[4 * block + 2 * row + 1] -= move;
+            }
+        }
+        return true;
+    }
+
+    // s becomes exp2(s); sums are the thread's own.
+    __device__ __forceinline__ void exponentiate(float (&s)[kColumns / 2]) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float sum[2] = {row_sum[row], 0.0f};
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[4 * block + 2 * row + e];
+                    x = kSoft && block % kPeriod == kPeriod - 1 ? exp2_soft(x) : exp2_approx(x);
+                    sum[e] += x;
+                }
+            }
+            row_sum[row] = sum[0] + sum[1];
+        }
+    }
+
+    // The row's LSE from its full sum: natural logarithm.
+    __device__ __forceinline__ float log_sum(int row, float sum) const {
+        constexpr float kLn2 = 0.6931471805599453f;
+        return fmaf(shift[row], kLn2, logf(sum));
+    }
+
+    // The accumulator layout of two neighbouring 8-column blocks is the A fragment of one k16 step.
+    template <typename Element>
+    static __device__ __forceinline__ void pack_fragments(const float (&s)[kColumns / 2],
+                                                          uint32_t (&p)[kColumns / 16][4]) {
+#pragma unroll
+        for (int step = 0; step < kColumns / 16; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[step][i] = pack<Element>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+        }
+    }
+};
+
+}  // namespace videoattn::hopper

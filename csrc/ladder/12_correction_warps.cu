@@ -1,0 +1,281 @@
+// Step 12: correction warps. Rescaling O leaves the softmax warps' critical path: four correction warps do it for both Q
+// tiles while the exponentials are being computed, and write the output at the end.
+//
+//   softmax q     S | max | factor ----.   exp, P -------------------.
+//   correction              factor_ready[q] | O *= factor (if != 1) -. p_ready[q] (4 + 4 warps)
+//   mma                                                                | PVq | QKq(next) ...
+//
+// factor(t + 1) may overwrite factor(t): it follows QK(t + 1), which follows PV(t), which waited for the correction.
+// The inverse row sum follows factor(last) with nothing in between, so it has a place and a barrier of its own.
+#include "../common/softmax.cuh"
+#include "rows.cuh"
+#include "tiles.cuh"
+
+using namespace ladder;
+
+namespace {
+
+constexpr int kQTiles = 2;
+constexpr int kRowWarps = 4;  // softmax, a Q tile
+constexpr int kCorrectionWarps = 4, kFirstCorrectionWarp = 8;  // for both Q tiles
+constexpr int kLoadWarp = 12, kMmaWarp = 13;
+constexpr int kSlots = 3;
+constexpr int kThreads = 448;
+constexpr int kTmemColumns = 512;  // S0 at column 0, S1 at 128, O0 at 256, O1 at 384; P over the last 64 of its S
+constexpr int kTmemO = 256;
+constexpr int kTmemP = 64;  // from its S
+constexpr float kRescaleThreshold = 8.0f;  // log2: P stays below 256
+constexpr float kScaleLog2 = kSoftmaxScale * softmax::kLog2E;
+
+struct Barriers {
+    uint64_t q_full, kv_full[kSlots], kv_empty[kSlots], scores_done[kQTiles], p_ready[kQTiles], output_done[kQTiles];
+    uint64_t factor_ready[kQTiles], sum_ready[kQTiles];
+};
+
+// What a row's softmax thread tells its correction thread.
+struct RowState {
+    float factor[kQTiles][kTileRows];       // of O, tile by tile from the second on; 1 if the basis stays
+    float inverse_sum[kQTiles][kTileRows];  // at the end
+};
+
+__device__ void initialise(Barriers& bar) {
+    ptx::mbarrier_init(bar.q_full, 1);  // expect_tx of the load thread
+    for (int slot = 0; slot < kSlots; ++slot) {
+        ptx::mbarrier_init(bar.kv_full[slot], 1);   // expect_tx of the load thread
+        ptx::mbarrier_init(bar.kv_empty[slot], 1);  // commit after the second Q tile's use
+    }
+    for (int q = 0; q < kQTiles; ++q) {
+        ptx::mbarrier_init(bar.scores_done[q], 1);                         // commit
+        ptx::mbarrier_init(bar.p_ready[q], kRowWarps + kCorrectionWarps);  // one a warp: P is stored, O rescaled
+        ptx::mbarrier_init(bar.output_done[q], 1);                         // commit
+        ptx::mbarrier_init(bar.factor_ready[q], kRowWarps);                // one a warp: factor is written
+        ptx::mbarrier_init(bar.sum_ready[q], kRowWarps);                   // one a warp: inverse_sum is written
+    }
+}
+
+// Where a role stands in the ring: the slot of the next token, and the parity each slot is waited on next.
+struct Ring {
+    int slot = 0;
+    uint32_t parity[kSlots] = {};
+
+    __device__ void advance() {
+        parity[slot] ^= 1;
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+    }
+};
+
+__device__ void load_thread(Barriers& bar, const CUtensorMap& q_map, const CUtensorMap& k_map,
+                            const CUtensorMap& v_map, uint32_t q, uint32_t kv, int q_row, int kv_row, int tiles) {
+    ptx::mbarrier_arrive_expect_tx(bar.q_full, kQTiles * kTileBytes);
+    load_tile(q, q_map, q_row, bar.q_full);
+    load_tile(q + kTileBytes, q_map, q_row + kTileRows, bar.q_full);
+    Ring ring;
+    for (int token = 0; token < 2 * tiles; ++token) {
+        // NOTES: the inverted parity lets the first round through: a new barrier counts its phase -1 as complete.
+        wait_thread(bar.kv_empty[ring.slot], ring.parity[ring.slot] ^ 1);
+        ptx::mbarrier_arrive_expect_tx(bar.kv_full[ring.slot], kTileBytes);
+        load_tile(kv + ring.slot * kTileBytes, token % 2 == 0 ? k_map : v_map, kv_row + token / 2 * kTileRows,
+                  bar.kv_full[ring.slot]);
+        ring.advance();
+    }
+}
+
+__device__ void mma_thread(Barriers& bar, uint32_t q, uint32_t kv, TmemAddress tmem, int tiles) {
+    Ring ring;
+    wait_thread(bar.q_full, 0);
+    wait_thread(bar.kv_full[ring.slot], ring.parity[ring.slot]);
+    for (int i = 0; i < kQTiles; ++i) {
+        mma_qk(tmem + i * 128, q + i * kTileBytes, kv + ring.slot * kTileBytes);
+        ptx::tcgen05_commit(bar.scores_done[i]);
+    }
+    ptx::tcgen05_commit(bar.kv_empty[ring.slot]);
+    ring.advance();
+
+    for (int tile = 0; tile < tiles; ++tile) {
+        const uint32_t parity = tile & 1;
+        const bool has_next = tile + 1 < tiles;
+        const int v_slot = ring.slot;
+        wait_thread(bar.kv_full[v_slot], ring.parity[v_slot]);
+        ring.advance();
+        const int k_slot = ring.slot;
+        for (int i = 0; i < kQTiles; ++i) {
+            wait_thread(bar.p_ready[i], parity);
+            ptx::tcgen05_fence_after_thread_sync();
+            mma_pv(tmem + kTmemO + i * 128, tmem + i * 128 + kTmemP, kv + v_slot * kTileBytes, tile > 0);
+            ptx::tcgen05_commit(bar.output_done[i]);
+            if (i == kQTiles - 1) {
+                ptx::tcgen05_commit(bar.kv_empty[v_slot]);
+            }
+            if (has_next) {
+                if (i == 0) {
+                    wait_thread(bar.kv_full[k_slot], ring.parity[k_slot]);
+                }
+                wait_thread(bar.output_done[i], parity);
+                ptx::tcgen05_fence_after_thread_sync();
+                mma_qk(tmem + i * 128, q + i * kTileBytes, kv + k_slot * kTileBytes);
+                ptx::tcgen05_commit(bar.scores_done[i]);
+            }
+        }
+        if (has_next) {
+            ptx::tcgen05_commit(bar.kv_empty[k_slot]);
+            ring.advance();
+        }
+    }
+}
+
+// Scores of one row: columns 32..127 stay in registers, columns 0..31 are read again.
+constexpr int kLowColumns = 32;
+constexpr int kChunk = 16;
+constexpr int kHighChunks = (kTileRows - kLowColumns) / kChunk;
+
+__device__ float load_scores(float (&high)[kHighChunks][kChunk], TmemAddress s) {
+    float row_max = -INFINITY;
+#pragma unroll
+    for (int column = 0; column < kLowColumns; column += kChunk) {
+        float v[kChunk];
+        ptx::tcgen05_ld_x16(v, s + column);
+        ptx::tcgen05_wait_ld(v);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            row_max = fmaxf(row_max, v[i]);
+        }
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kHighChunks; ++chunk) {
+        ptx::tcgen05_ld_x16(high[chunk], s + kLowColumns + chunk * kChunk);
+        ptx::tcgen05_wait_ld(high[chunk]);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            row_max = fmaxf(row_max, high[chunk][i]);
+        }
+    }
+    return row_max;
+}
+
+// P = 2^(S * scale - row_max) of 16 scores: twelve on the MUFU, the last four on the FMA pipe. Adds to row_sum.
+__device__ void exponentiate_chunk(uint32_t (&packed)[8], const float (&v)[16], float row_max, float& row_sum) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        float2 p = ptx::fma_rn_ftz_f32x2(make_float2(v[2 * i], v[2 * i + 1]), make_float2(kScaleLog2, kScaleLog2),
+                                         make_float2(-row_max, -row_max));
+        if (i < 6) {
+            p = make_float2(ptx::ex2_approx_ftz(p.x), ptx::ex2_approx_ftz(p.y));
+        } else {
+            p = softmax::exp2_software(p);
+        }
+        row_sum += p.x;
+        row_sum += p.y;
+        packed[i] = ptx::cvt_bf16x2(p.x, p.y);
+    }
+}
+
+// P over the upper half of S, of which registers hold a copy; its row sum as result.
+__device__ float exponentiate_log2(const float (&high)[kHighChunks][kChunk], TmemAddress s, float row_max) {
+    float row_sum = 0.0f;
+    uint32_t packed[8];
+#pragma unroll
+    for (int chunk = kHighChunks - 1; chunk >= 0; --chunk) {
+        exponentiate_chunk(packed, high[chunk], row_max, row_sum);
+        ptx::tcgen05_st_x8(s + kTmemP + (kLowColumns + chunk * kChunk) / 2, packed);
+    }
+#pragma unroll
+    for (int column = kLowColumns - kChunk; column >= 0; column -= kChunk) {
+        float v[kChunk];
+        ptx::tcgen05_ld_x16(v, s + column);
+        ptx::tcgen05_wait_ld(v);
+        exponentiate_chunk(packed, v, row_max, row_sum);
+        ptx::tcgen05_st_x8(s + kTmemP + column / 2, packed);
+    }
+    return row_sum;
+}
+
+__device__ void softmax_warp(Barriers& bar, RowState& state, int i, TmemAddress s, int tiles) {
+    const int row = threadIdx.x % kTileRows;
+    float row_max = -INFINITY, row_sum = 0.0f;
+    for (int tile = 0; tile < tiles; ++tile) {
+        wait_warp(bar.scores_done[i], tile & 1);
+        ptx::tcgen05_fence_after_thread_sync();
+
+        float high[kHighChunks][kChunk];
+        const float new_max = fmaxf(row_max, load_scores(high, s) * kScaleLog2);
+        float factor = 1.0f;
+        if (__any_sync(0xffffffff, new_max - row_max >= kRescaleThreshold)) {
+            factor = ptx::ex2_approx_ftz(row_max - new_max);
+            row_max = new_max;
+        }
+        if (tile > 0) {
+            state.factor[i][row] = factor;
+            arrive_warp(bar.factor_ready[i]);
+        }
+        row_sum = row_sum * factor + exponentiate_log2(high, s, row_max);
+        ptx::tcgen05_wait_st();
+        arrive_warp(bar.p_ready[i]);
+    }
+    state.inverse_sum[i][row] = 1.0f / row_sum;
+    arrive_warp(bar.sum_ready[i]);
+}
+
+__device__ void correction_warp(Barriers& bar, const RowState& state, TmemAddress o, __nv_bfloat16* out_row,
+                                int tiles) {
+    const int row = threadIdx.x % kTileRows;
+    for (int i = 0; i < kQTiles; ++i) {
+        arrive_warp(bar.p_ready[i]);  // the first PV overwrites O
+    }
+    for (int tile = 1; tile < tiles; ++tile) {
+        const uint32_t previous = (tile - 1) & 1;
+        for (int i = 0; i < kQTiles; ++i) {
+            wait_warp(bar.factor_ready[i], previous);
+            const float factor = state.factor[i][row];
+            wait_warp(bar.output_done[i], previous);
+            ptx::tcgen05_fence_after_thread_sync();
+            if (__any_sync(0xffffffff, factor != 1.0f)) {
+                rescale_output(o + i * 128, factor);
+                ptx::tcgen05_wait_st();
+            }
+            arrive_warp(bar.p_ready[i]);
+        }
+    }
+    for (int i = 0; i < kQTiles; ++i) {
+        wait_warp(bar.sum_ready[i], 0);
+        wait_warp(bar.output_done[i], (tiles - 1) & 1);
+        ptx::tcgen05_fence_after_thread_sync();
+        store_output_row(o + i * 128, state.inverse_sum[i][row], out_row + i * kTileRows * kHeadDim);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    ladder_12_correction_warps(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                          const __grid_constant__ CUtensorMap v_map, __nv_bfloat16* out, int q_len, int kv_len) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    __shared__ Barriers bar;
+    __shared__ RowState state;
+    __shared__ uint32_t tmem_slot;
+    const uint32_t q = ptx::smem_address(smem), kv = q + kQTiles * kTileBytes;
+
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        initialise(bar);
+        publish_barriers();
+    }
+    const TmemAddress tmem = set_up<kTmemColumns>(warp == kMmaWarp, tmem_slot);
+
+    const int q_row = blockIdx.x * kQTiles * kTileRows;
+    const int kv_row = q_row / q_len * kv_len;
+    const int tiles = kv_len / kTileRows;
+    if (warp < kFirstCorrectionWarp) {
+        const int i = warp / kRowWarps;
+        softmax_warp(bar, state, i, warp_lanes(tmem + i * 128), tiles);
+    } else if (warp < kLoadWarp) {
+        const size_t row = static_cast<size_t>(q_row) + threadIdx.x % kTileRows;
+        correction_warp(bar, state, warp_lanes(tmem + kTmemO), out + row * kHeadDim, tiles);
+    } else if (warp == kLoadWarp) {
+        if (ptx::elect_one()) {
+            load_thread(bar, q_map, k_map, v_map, q, kv, q_row, kv_row, tiles);
+        }
+    } else if (ptx::elect_one()) {
+        mma_thread(bar, q, kv, tmem, tiles);
+    }
+    tear_down<kTmemColumns>(warp == kMmaWarp, tmem);
+}

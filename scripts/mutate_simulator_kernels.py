@@ -1,0 +1,92 @@
+"""How many bugs planted in clean kernels the simulator catches.
+
+    python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 6 --seed 1
+
+Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when a schedule (early, late,
+random) yields a finding or wrong values. Prints one table and the survivors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from pathlib import Path
+
+from videoattn.ptxsim import Schedule, UnsupportedInstruction
+from videoattn.ptxsim.ladder import LADDER, compile_step, find_step, inputs, load_steps, run_step
+from videoattn.ptxsim.mutate import OPERATORS, Mutant, mutants
+
+SCHEDULES = (Schedule.late(), Schedule.early(), Schedule.random(7))
+
+
+def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str, str]:
+    """("finding" | "values" | "survived", what was seen)"""
+    wrong = ""
+    for schedule in SCHEDULES:
+        try:
+            outcome = run_step(
+                step, mutant.kernel, schedule=schedule, operands=operands, limit=limit, **shape
+            )
+        except UnsupportedInstruction as error:
+            return "finding", f"refused: {error}"
+        if outcome.report.findings:
+            return "finding", str(outcome.report.findings[0])
+        if outcome.max_error > outcome.bound:
+            wrong = wrong or f"max error {outcome.max_error:.3g}, schedule {schedule}"
+    return ("values", wrong) if wrong else ("survived", "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ladder", type=Path, default=LADDER, help="folder with steps.json")
+    parser.add_argument("--steps", default="4,12,18")
+    parser.add_argument("--per-operator", type=int, default=6, help="mutants of each operator in each kernel")
+    parser.add_argument("--operators", default=",".join(OPERATORS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kv-len", type=int, default=512)
+    parser.add_argument("--verbose", action="store_true", help="print every mutant")
+    args = parser.parse_args()
+    steps = [find_step(load_steps(args.ladder), name) for name in args.steps.split(",")]
+    tally: Counter[tuple[str, str]] = Counter()
+    survivors, start = [], time.perf_counter()
+    for step in steps:
+        kernel = compile_step(step).entry(step.kernel)
+        heads = 2 if step.persistent else 1
+        shape = {"heads": heads, "q_len": step.q_rows_per_cta, "kv_len": args.kv_len, "ctas": 1}
+        operands = inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed)
+        clean = run_step(step, kernel, operands=operands, **shape)
+        if not clean.passed:
+            raise SystemExit(
+                f"{step.name} is not clean to begin with: {clean.report}, error {clean.max_error}"
+            )
+        limit = max(20_000, clean.report.instructions)
+        for operator in args.operators.split(","):
+            for mutant in mutants(kernel, operator, args.per_operator, args.seed):
+                verdict, seen = judge(step, mutant, shape, operands, limit)
+                tally[operator, verdict] += 1
+                line = f"{step.name}, PTX line {mutant.line}: {operator}: {mutant.text}"
+                if verdict == "survived":
+                    survivors.append(line)
+                if args.verbose:
+                    print(f"{verdict:9} {line}: {seen}", flush=True)
+    print(f"{'operator':20} {'mutants':>8} {'finding':>8} {'values':>8} {'survived':>8}")
+    total: Counter[str] = Counter()
+    for operator in args.operators.split(","):
+        row = [tally[operator, v] for v in ("finding", "values", "survived")]
+        print(f"{operator:20} {sum(row):8} {row[0]:8} {row[1]:8} {row[2]:8}")
+        total.update(dict(zip(("finding", "values", "survived"), row, strict=True)))
+    everything = sum(total.values())
+    caught = total["finding"] + total["values"]
+    print(f"{'all':20} {everything:8} {total['finding']:8} {total['values']:8} {total['survived']:8}")
+    print(
+        f"caught {caught} of {everything} ({100 * caught / max(everything, 1):.1f} %) in {time.perf_counter() - start:.0f} s"
+    )
+    for line in survivors:
+        print("survivor:", line)
+
+
+if __name__ == "__main__":
+    main()

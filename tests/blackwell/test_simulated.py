@@ -1,0 +1,152 @@
+"""The Blackwell kernel's PTX on the simulator: no finding, and fp32's answer by the accuracy rule."""
+
+import os
+
+import pytest
+import torch
+
+from videoattn.kernels import library
+from videoattn.kernels.accuracy import compare
+from videoattn.ptxsim import Schedule
+
+from .simulate import simulate
+
+try:
+    library.find_compiler()
+except library.BuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+full = pytest.mark.skipif("VIDEOATTN_FULL" not in os.environ, reason="full tier: scripts/simulate_full.py")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def normal(*shape, dtype=BF16, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operands(batch, q_len, kv_len, heads, head_dim, dtype=BF16, seed=0):
+    lengths = (q_len, kv_len, kv_len)
+    return [normal(batch, n, heads, head_dim, dtype=dtype, seed=seed + i) for i, n in enumerate(lengths)]
+
+
+def check(q, k, v, *, scale=None, kv_lengths=None, schedule="early", **options):
+    """Simulate and hold output and LSE against fp32; returns both."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse, report = simulate(
+        q, k, v, scale=scale, kv_lengths=kv_lengths, lse=True, schedule=Schedule.named(schedule), **options
+    )
+    assert not report.findings, str(report)
+    errors = compare(out, lse, q, k, v, scale=scale, kv_lengths=kv_lengths)
+    assert errors.passed, str(errors)
+    return out, lse
+
+
+SCHEDULES = ("early", "late", "random:1")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, FP16)])
+def test_two_whole_tiles(head_dim, dtype, schedule):
+    check(*operands(1, 256, 256, 1, head_dim, dtype), schedule=schedule)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (127, 129), (129, 255), (200, 40)])
+def test_lengths_that_end_inside_a_tile(q_len, kv_len, head_dim, dtype):
+    check(*operands(1, q_len, kv_len, 1, head_dim, dtype), schedule="random:2")
+
+
+@full
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(255, 257), (257, 383), (300, 513), (126, 1024), (512, 127)])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, BF16), (128, FP16), (64, FP16)])
+def test_lengths_over_several_tiles(q_len, kv_len, head_dim, dtype, schedule):
+    check(*operands(1, q_len, kv_len, 1, head_dim, dtype), schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_cta_takes_several_items(schedule):
+    """Batch entries and heads follow one another through one CTA, with one tile of keys and with three."""
+    check(*operands(2, 130, 100, 2, 64), grid=1, schedule=schedule)
+    check(*operands(1, 130, 300, 2, 64), grid=1, schedule=schedule)
+
+
+def test_ctas_stride_over_the_items():
+    check(*operands(1, 100, 100, 5, 64), grid=2, schedule="random:3")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_key_lengths_with_poisoned_padding(schedule):
+    """NaN and Inf past each entry's length stay there; an entry without keys gives zeros and -inf."""
+    q, k, v = operands(5, 140, 200, 1, 64)
+    lengths = torch.tensor([0, 1, 130, 200, 144], dtype=torch.int32)
+    for x, fill in ((k, float("nan")), (v, float("inf"))):
+        for b, n in enumerate(lengths.tolist()):
+            x[b, n:] = fill
+            x[b, n::2] = float("nan")
+    out, lse = check(q, k, v, kv_lengths=lengths, grid=1, schedule=schedule)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    assert lse is not None
+    assert lse[0].isneginf().all()
+
+
+def test_key_lengths_are_clamped():
+    q, k, v = operands(2, 64, 96, 1, 64)
+    lengths = torch.tensor([-3, 500], dtype=torch.int32)
+    check(q, k, v, kv_lengths=lengths, grid=1)
+
+
+def test_fused_qkv_is_read_in_place():
+    """q, k and v as views of one (batch, seq, 3, heads, head_dim) projection."""
+    fused = normal(2, 150, 3, 2, 64)
+    q, k, v = fused.unbind(2)
+    assert not q.is_contiguous()
+    check(q, k, v, grid=3, schedule="random:4")
+
+
+def test_scale_is_an_argument():
+    check(*operands(1, 128, 128, 1, 64), scale=0.3)
+
+
+@pytest.mark.parametrize("name", ["mean", "outliers", "constant", "one_hot"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, FP16)])
+def test_hard_inputs(name, head_dim, dtype):
+    q, k, v = (x.float() for x in operands(1, 128, 300, 1, head_dim, dtype))
+    if name == "mean":
+        k, v = k + 4, v + 4
+    elif name == "outliers":
+        # Two keys whose logits are near +-30, late enough that the basis has to move.
+        q[..., 0] = 3.0
+        k[:, 290, :, 0], k[:, 40, :, 0] = 10 * head_dim**0.5, -10 * head_dim**0.5
+    elif name == "constant":
+        q, k = torch.ones_like(q), torch.ones_like(k)
+    else:
+        q = torch.zeros_like(q)
+        k = torch.zeros_like(k)
+        q[..., 1] = 30.0
+        k[:, 200, :, 1] = 4 * head_dim**0.5
+    check(q.to(dtype), k.to(dtype), v.to(dtype))
+
+
+def test_a_neighbour_changes_nothing():
+    """The bits of a batch entry's result do not depend on what else is in the batch, nor on the schedule."""
+    q, k, v = operands(3, 140, 200, 1, 64)
+    lengths = torch.tensor([200, 77, 200], dtype=torch.int32)
+    together, _, _ = simulate(q, k, v, kv_lengths=lengths, grid=1, schedule=Schedule.random(5))
+    alone, _, _ = simulate(q[1:2], k[1:2, :77], v[1:2, :77])
+    assert torch.equal(together[1:2].view(torch.int16), alone.view(torch.int16))
+
+
+def test_without_lse_nothing_is_written():
+    q, k, v = operands(1, 64, 64, 1, 64)
+    out, lse, report = simulate(q, k, v)
+    assert lse is None
+    assert not report.findings
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("arch", [103])
+def test_b300_build(arch):
+    check(*operands(1, 140, 260, 1, 128), arch=arch, schedule="late")

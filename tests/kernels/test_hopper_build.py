@@ -1,0 +1,64 @@
+"""What the compiler makes of the Hopper kernel: registers, spills, local memory, serialised wgmma."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from videoattn.kernels import library
+
+CONFIGS = ("d128_n128", "d64_n128", "d64_n144")
+KERNELS = {f"videoattn_hopper_{config}_{dtype}" for config in CONFIGS for dtype in ("bf16", "fp16")}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    try:
+        return library.find_compiler()
+    except library.BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def report(compiler, tmp_path_factory):
+    """ptxas's report of the product build."""
+    made = tmp_path_factory.mktemp("hopper") / "attention.cubin"
+    command = [compiler.path, *compiler.flags, *library.FLAGS, "-gencode=arch=compute_90a,code=sm_90a"]
+    command += ["-Xptxas=-v", "-cubin", "-o", made, library.SOURCES / "hopper" / "attention.cu"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def test_no_spills_and_no_stack(report):
+    properties = re.findall(
+        r"Function properties for (\w+)\s+(\d+) bytes stack frame, "
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads",
+        report,
+    )
+    assert {name for name, *_ in properties} == KERNELS
+    for name, *sizes in properties:
+        assert sizes == ["0", "0", "0"], name
+
+
+def test_launch_registers_cover_the_pools(report):
+    """setmaxnreg moves registers between warpgroups; the launch must have brought them."""
+    config = (library.SOURCES / "hopper" / "config.h").read_text()
+    assert "kProducerRegisters = kConsumers == 2 ? 24 : 32" in config
+    used = dict(re.findall(r"Compiling entry function '(\w+)'[\s\S]*?Used (\d+) registers", report))
+    for name, registers in used.items():
+        warpgroups = 4 if "d64_n128" in name else 3
+        pool = 24 + 2 * 240 if warpgroups == 3 else 32 + 3 * 160
+        assert pool <= warpgroups * int(registers) <= 512, name
+
+
+def test_wgmma_is_not_serialised(report):
+    assert "serialized" not in report
+    assert "C7508" not in report, "setmaxnreg was ignored"
+
+
+def test_no_local_memory(compiler, tmp_path):
+    made = tmp_path / "attention.ptx"
+    command = [compiler.path, *compiler.flags, *library.FLAGS, "-gencode=arch=compute_90a,code=compute_90a"]
+    subprocess.run([*command, "-ptx", "-o", made, library.SOURCES / "hopper" / "attention.cu"], check=True)
+    assert not re.search(r"\b(ld|st)\.local\b|\.local\b", made.read_text())

@@ -1,0 +1,87 @@
+"""The Hopper kernel's compiled PTX in the simulator: right results, no findings, under every schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from videoattn.kernels import library, simulated
+from videoattn.kernels.accuracy import compare
+from videoattn.ptxsim import Schedule
+
+SCHEDULES = {"early": Schedule.early(), "late": Schedule.late(), "random": Schedule.random(7)}
+
+try:
+    library.find_compiler()
+except library.BuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def inputs(batch, heads, q_len, kv_len, head_dim, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(q_len * 1000 + kv_len)
+    sizes = [(batch, length, heads, head_dim) for length in (q_len, kv_len, kv_len)]
+    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return q, k, v
+
+
+def check(q, k, v, *, schedule="early", kv_lengths=None, **options):
+    scale = q.shape[-1] ** -0.5
+    out, lse, reports = simulated.run(
+        q, k, v, scale=scale, arch=90, kv_lengths=kv_lengths, schedule=SCHEDULES[schedule], **options
+    )
+    for report in reports:
+        assert not report.findings, str(report)
+    errors = compare(out, lse, q, k, v, scale=scale, kv_lengths=kv_lengths)
+    assert errors.passed, str(errors)
+    return out, lse
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tails_and_many_tiles(head_dim, schedule):
+    """Two heads on one CTA: ragged queries, ragged keys, a tile that follows another."""
+    check(*inputs(1, 2, 100, 300, head_dim), schedule=schedule, grid=1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_key_lengths_hide_nan(schedule):
+    """An empty entry, a length inside a block and one at its end, keys and values poisoned past them."""
+    lengths = torch.tensor([0, 150, 128], dtype=torch.int32)
+    q, k, v = inputs(3, 1, 64, 260, 64)
+    past = torch.arange(260) >= lengths[:, None]
+    k, v = (x.masked_fill(past[:, :, None, None], torch.nan) for x in (k, v))
+    out, lse = check(q, k, v, kv_lengths=lengths, schedule=schedule, grid=2)
+    assert (out[0] == 0).all()
+    assert lse is not None
+    assert lse[0].isneginf().all()
+
+
+def test_half_precision_and_the_short_key_tile():
+    """fp16, and 259 keys, which take the 144-key tile."""
+    check(*inputs(1, 1, 130, 259, 64, torch.float16))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_split_keys(head_dim):
+    check(*inputs(1, 1, 64, 600, head_dim), splits=3)
+
+
+def test_views_of_a_fused_tensor():
+    packed = torch.randn(1, 140, 3, 2, 128, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    check(packed[:, :, 0], packed[:, :, 1], packed[:, :, 2])
+
+
+def test_no_lse_and_a_strided_output():
+    q, k, v = inputs(1, 2, 70, 64, 64)
+    storage = torch.full((1, 2, 70, 72), torch.nan, dtype=q.dtype)
+    _, lse = check(q, k, v, return_lse=False, out=storage[..., :64].transpose(1, 2))
+    assert lse is None
+    assert storage[..., 64:].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_maximum_that_moves(head_dim):
+    """Blocks run from the last to the first: keys that grow towards the first move some rows' reference."""
+    q, k, v = inputs(1, 1, 64, 500, head_dim)
+    q[:, ::5] *= 6
+    check(q, k * torch.linspace(4, 0.1, 500)[None, :, None, None].to(k.dtype), v)

@@ -1,0 +1,204 @@
+"""Building, caching and loading the kernel library with a real nvcc and real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from videoattn.kernels import library
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = "from videoattn.kernels import library; print(library.build())"
+
+
+def have_nvcc():
+    try:
+        library.find_compiler()
+    except library.BuildError:
+        return False
+    return True
+
+
+needs_nvcc = pytest.mark.skipif(not have_nvcc(), reason="needs nvcc")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A library in a cache of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VIDEOATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return library.build()
+
+
+@pytest.fixture
+def counting_nvcc(tmp_path, monkeypatch):
+    """An empty cache and an nvcc that logs its arguments; a file `slow_link` delays the last step."""
+    log = tmp_path / "calls.txt"
+    wrapper = tmp_path / "nvcc"
+    real = library.find_compiler().path
+    wrapper.write_text(
+        f'#!/bin/sh\necho "$@" >>{log}\n'
+        f'case "$*" in *-shared*) test -e {tmp_path}/slow_link && sleep 60 ;; esac\nexec {real} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    log.touch()
+    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VIDEOATTN_NVCC", str(wrapper))
+    return tmp_path
+
+
+def links(folder):
+    return sum("-shared" in line for line in (folder / "calls.txt").read_text().splitlines())
+
+
+def spawn(code=BUILD):
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+
+
+@needs_nvcc
+def test_two_processes_share_one_build(counting_nvcc):
+    processes = [spawn() for _ in range(2)]
+    paths = {process.communicate(timeout=300)[0] for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(paths) == 1
+    assert links(counting_nvcc) == 1
+    assert spawn().communicate(timeout=60)[0] in paths
+    assert links(counting_nvcc) == 1
+    leftovers = [path.name for path in Path(paths.pop().strip()).parent.iterdir()]
+    assert sorted(leftovers) == ["libvideoattn.so", "lock"]
+
+
+@needs_nvcc
+def test_a_killed_build_leaves_nothing_that_looks_finished(counting_nvcc):
+    (counting_nvcc / "slow_link").touch()
+    process = spawn()
+    deadline = time.monotonic() + 240
+    while links(counting_nvcc) == 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    assert not list((counting_nvcc / "cache").rglob("libvideoattn.so"))
+    (counting_nvcc / "slow_link").unlink()
+    assert library.build().is_file()
+
+
+def test_another_source_flag_or_compiler_is_another_build(tmp_path):
+    sources = tmp_path / "csrc"
+    shutil.copytree(library.SOURCES, sources)
+    compiler = library.Compiler(Path("nvcc"), "release 13.0")
+    key = library.build_key(compiler, sources)
+    assert key == library.build_key(library.Compiler(Path("/other/nvcc"), "release 13.0"), sources)
+    assert key != library.build_key(library.Compiler(Path("nvcc"), "release 12.9"), sources)
+    assert key != library.build_key(compiler, sources, ("-G",))
+    header = sources / "hopper" / "config.h"
+    header.write_text(header.read_text() + "\n// changed\n")
+    assert key != library.build_key(compiler, sources)
+
+
+@needs_nvcc
+def test_a_failed_compile_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "cache"))
+    sources = tmp_path / "csrc"
+    shutil.copytree(library.SOURCES, sources)
+    (sources / "hopper" / "plan.cpp").write_text("int broken(\n")
+    with pytest.raises(library.BuildError, match=r"^nvcc failed: .*plan\.cpp.*error") as failed:
+        library.build(sources=sources)
+    assert "\n" not in str(failed.value)
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("VIDEOATTN_NVCC", str(tmp_path / "nvcc"))
+    with pytest.raises(library.BuildError, match=r"VIDEOATTN_NVCC names .*, which is no file"):
+        library.find_compiler()
+    (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    with pytest.raises(library.BuildError, match="does not run"):
+        library.find_compiler()
+
+
+def test_without_sources(tmp_path):
+    with pytest.raises(library.BuildError, match="sources are not at"):
+        library.build(sources=tmp_path / "nowhere")
+
+
+@needs_nvcc
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(library.BuildError, match="can't be written"):
+        library.build()
+
+
+@needs_nvcc
+def test_a_broken_library_is_a_reason_and_no_crash(tmp_path):
+    """Import and dispatch survive a machine where nothing can be built."""
+    code = (
+        "from videoattn.kernels import hopper, library\n"
+        "print(library.unavailable(0))\nprint(library.unavailable(0))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VIDEOATTN_NVCC": "/nonexistent/nvcc"}
+    environment["VIDEOATTN_CACHE"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["VIDEOATTN_NVCC names /nonexistent/nvcc, which is no file"] * 2
+
+
+@needs_nvcc
+def test_the_library_needs_nothing_but_libc(built):
+    linked = subprocess.run(["ldd", built], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[0].split("/")[-1].split(".so")[0] for line in linked.splitlines()}
+    assert names <= {
+        "linux-vdso",
+        "libc",
+        "libm",
+        "libpthread",
+        "libdl",
+        "librt",
+        "ld-linux-x86-64",
+        "libgcc_s",
+    }
+
+
+@needs_nvcc
+def test_the_library_exports_its_interface_only(built):
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", built], capture_output=True, text=True, check=True
+    )
+    exported = {line.split()[-1] for line in symbols.stdout.splitlines()}
+    header = (library.SOURCES / "api.h").read_text()
+    declared = set(re.findall(r"^VIDEOATTN_EXPORT .*?(videoattn_\w+)\(", header, re.MULTILINE))
+    assert declared == exported
+
+
+@needs_nvcc
+def test_it_loads_in_a_bare_process(built):
+    """No CUDA path in the environment, no torch, no driver: the library says what is missing."""
+    code = (
+        "import ctypes, sys\n"
+        f"library = ctypes.CDLL({str(built)!r})\n"
+        "text = ctypes.create_string_buffer(512)\n"
+        "status = library.videoattn_check_device(0, text, 512)\n"
+        "library.videoattn_build_info.restype = ctypes.c_char_p\n"
+        "print(status, text.value.decode(), library.videoattn_build_info().decode(), sep='|')\n"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, env={})
+    assert done.returncode == 0, done.stderr
+    status, message, info = done.stdout.strip().split("|")
+    assert (status == "0" and not message) or "driver" in message
+    assert '"api_version": 1' in info
+    assert "90a" in info

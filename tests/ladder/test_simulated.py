@@ -1,0 +1,116 @@
+"""Every ladder step's own PTX on the simulator: no finding, and fp32's answer by the accuracy rule."""
+
+import os
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from videoattn.kernels import library
+from videoattn.kernels.ptxas import compile_ptx
+from videoattn.ptxsim import Module, Schedule
+from videoattn.ptxsim.ladder import Step, decode, encode, inputs, load_steps, run_step
+
+try:
+    library.find_compiler()
+except library.BuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+full = pytest.mark.skipif("VIDEOATTN_FULL" not in os.environ, reason="full tier: scripts/simulate_full.py")
+
+STEPS = load_steps()
+INACCURATE = "v20_half_accumulator"
+ACCURATE = [step for step in STEPS if step.name != INACCURATE]
+PERSISTENT = [step for step in STEPS if step.persistent]
+
+
+def by_name(step):
+    return step.name
+
+
+@lru_cache(maxsize=1)
+def module(step_name: str) -> Module:
+    step = next(step for step in STEPS if step.name == step_name)
+    return Module.from_file(compile_ptx(step.source, step.arch[0]))
+
+
+def run(step: Step, schedule: str, **shape):
+    outcome = run_step(step, module(step.name), schedule=Schedule.named(schedule), **shape)
+    assert not outcome.report.findings, str(outcome.report)
+    return outcome
+
+
+@pytest.mark.parametrize("step", ACCURATE, ids=by_name)
+def test_step(step):
+    """Two heads, so that a wrong row base shows, and three tiles of keys, so that every ring wraps."""
+    outcome = run(step, "random:1", heads=2, q_len=step.q_rows_per_cta, kv_len=3 * 128, ctas=2)
+    assert outcome.max_error <= outcome.bound
+
+
+@pytest.mark.parametrize("kv_len", [128, 256])
+@pytest.mark.parametrize("step", PERSISTENT, ids=by_name)
+def test_one_cta_takes_several_items(step, kv_len):
+    """Items of one tile hand over the row sums without a factor between them."""
+    outcome = run(step, "random:2", heads=3, q_len=256, kv_len=kv_len, ctas=1)
+    assert outcome.max_error <= outcome.bound
+
+
+@full
+@pytest.mark.parametrize("schedule", ["early", "late", "random:3", "random:4"])
+@pytest.mark.parametrize("step", ACCURATE, ids=by_name)
+def test_step_under_other_schedules(step, schedule):
+    outcome = run(step, schedule, heads=1, q_len=2 * step.q_rows_per_cta, kv_len=5 * 128, ctas=1)
+    assert outcome.max_error <= outcome.bound
+
+
+def hard_operands(name: str, dtype: str, q_len: int, kv_len: int):
+    q, k, v = inputs(1, q_len, kv_len, dtype)
+    if name == "mean":
+        k, v = k + 4, v + 4
+    elif name == "outliers":
+        # Logits near +-30; the large one comes in the last tile and moves the basis of every row.
+        q[..., 0] = 3
+        k[:, -10, 0], k[:, 40, 0] = 10 * 128**0.5, -10 * 128**0.5
+    elif name == "constant":
+        q, k = np.ones_like(q), np.ones_like(k)
+    elif name == "one_hot":
+        q, k = np.zeros_like(q), np.zeros_like(k)
+        q[..., 1] = 30
+        k[:, kv_len // 2 + 3, 1] = 4 * 128**0.5
+    return [decode(encode(x.astype(np.float32), dtype), dtype) for x in (q, k, v)]
+
+
+@full
+@pytest.mark.parametrize("name", ["mean", "outliers", "constant", "one_hot"])
+@pytest.mark.parametrize("step", ACCURATE, ids=by_name)
+def test_hard_inputs(step, name):
+    operands = hard_operands(name, step.dtype, step.q_rows_per_cta, 256)
+    shape = {"q_len": step.q_rows_per_cta, "kv_len": 256}
+    outcome = run(step, "random:5", operands=operands, **shape)
+    assert outcome.max_error <= outcome.bound
+
+
+@pytest.mark.parametrize("name", ["17_phase_bits", "v16_batched_readback"])
+def test_the_basis_moves(name):
+    """The rescale of O happens, which normal inputs hardly cause."""
+    step = next(step for step in STEPS if step.name == name)
+    operands = hard_operands("outliers", step.dtype, step.q_rows_per_cta, 256)
+    outcome = run(step, "late", operands=operands, q_len=step.q_rows_per_cta, kv_len=256)
+    assert outcome.max_error <= outcome.bound
+
+
+def test_the_half_accumulator_is_inaccurate():
+    """V20's error breaks the rule that V16 keeps on the same inputs, and grows with the length."""
+    errors = {}
+    for name in (INACCURATE, "v16_batched_readback"):
+        step = next(step for step in STEPS if step.name == name)
+        for kv_len in (128, 1024):
+            errors[name, kv_len] = run(step, "early", q_len=128, kv_len=kv_len)
+    for kv_len in (128, 1024):
+        good, bad = errors["v16_batched_readback", kv_len], errors[INACCURATE, kv_len]
+        assert good.max_error <= good.bound < bad.max_error
+    ratio = {
+        kv_len: errors[INACCURATE, kv_len].max_error / errors[INACCURATE, kv_len].bound
+        for kv_len in (128, 1024)
+    }
+    assert ratio[1024] > ratio[128]

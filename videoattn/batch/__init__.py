@@ -1,0 +1,1 @@
+"""Batch rendering: a job file in, a folder of clips, a store and a report out."""

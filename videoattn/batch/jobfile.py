@@ -1,0 +1,251 @@
+"""Reading job files: CSV, JSON Lines, YAML (and JSON) into rows of plain values with their places.
+
+CSV     a header line with column names, one job a row; empty cells mean the default
+JSONL   one object a line; a line {"defaults": {...}} sets what later lines leave out
+YAML    a list of jobs, or a mapping with `defaults` and `jobs`
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from videoattn.batch.problems import Place, Problems
+from videoattn.render.errors import UsageError
+from videoattn.render.job import RenderJob
+
+# What a row may say beside the settings of a render.
+EXTRAS = {
+    "name": "Name of the clip without its suffix; made from prompt and seed when left out.",
+    "seeds": "Several seeds: 1..8, a list, or both as in 1..4,10; one job for each.",
+    "zip": "Columns whose lists advance together, as in [prompt, image]; other lists are crossed.",
+    "allow_offload": "Out of GPU memory, go on with the next offload level instead of failing.",
+}
+COLUMNS = (*RenderJob.model_fields, *EXTRAS)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The values of one row, defaults filled in, as the file has them."""
+
+    place: Place
+    values: dict[str, Any]
+
+
+def read(path: Path, *, defaults: Mapping[str, Any] | None = None) -> list[Row]:
+    """The rows of a job file; `defaults` come before the file's own.
+
+    Raises `UsageError` for a file that can't be read and `JobFileError` with every row and column that is
+    wrong in form.
+    """
+    parsers = {
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".jsonl": _read_jsonl,
+        ".ndjson": _read_jsonl,
+        ".yaml": _read_yaml,
+        ".yml": _read_yaml,
+        ".json": _read_yaml,
+    }
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise UsageError(f"cannot read {path}: a job file ends in {', '.join(parsers)}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"no such job file: {path}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"cannot read {path}: byte {error.start} is not UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    problems = Problems()
+    rows = parse(path.name, text, problems)
+    problems.raise_if_any()
+    if not rows:
+        raise UsageError(f"{path} holds no jobs")
+    return [Row(row.place, merged(defaults or {}, row.values)) for row in rows]
+
+
+def merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's values over defaults; its `seed` also replaces default `seeds`, and the reverse."""
+    other = {"seed": "seeds", "seeds": "seed"}
+    hidden = {other[name] for name in other if name in values and other[name] not in values}
+    return {**{name: value for name, value in defaults.items() if name not in hidden}, **values}
+
+
+def check_columns(place: Place, values: Mapping[str, Any], problems: Problems) -> None:
+    """Note every column that means nothing, with the nearest one that does."""
+    for column in values:
+        if column in COLUMNS:
+            continue
+        near = difflib.get_close_matches(str(column).strip().lower().replace("-", "_"), COLUMNS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the columns are {', '.join(COLUMNS)}"
+        problems.add(place, str(column), f"no such column; {hint}")
+
+
+def _read_csv(file: str, text: str, problems: Problems) -> list[Row]:
+    first = text.partition("\n")[0]
+    # Spreadsheets write what their language uses; the header has the right one most often.
+    delimiter = max(",;\t", key=first.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows: list[Row] = []
+    header: list[str] | None = None
+    number = 0
+    try:
+        line = 1
+        for cells in reader:
+            start, line = line, reader.line_num + 1
+            if not any(cell.strip() for cell in cells):
+                continue
+            if header is None:
+                header = [cell.strip() for cell in cells]
+                _check_header(Place(file, line=start), header, problems)
+                continue
+            number += 1
+            place = Place(file, number, start)
+            if len(cells) > len(header):
+                problems.add(
+                    place,
+                    None,
+                    f"{len(cells)} cells for {len(header)} columns: quote text that has commas",
+                )
+                continue
+            values = {name: cell.strip() for name, cell in zip(header, cells, strict=False) if cell.strip()}
+            rows.append(Row(place, values))
+    except csv.Error as error:
+        problems.add(Place(file, line=reader.line_num), None, f"not well-formed CSV: {error}")
+    return rows
+
+
+def _check_header(place: Place, header: list[str], problems: Problems) -> None:
+    check_columns(place, dict.fromkeys(name for name in header if name), problems)
+    for name in {name for name in header if name and header.count(name) > 1}:
+        problems.add(place, name, "the column is there twice")
+    if not all(header):
+        problems.add(place, None, "a column has no name")
+
+
+def _read_jsonl(file: str, text: str, problems: Problems) -> list[Row]:
+    rows: list[Row] = []
+    defaults: dict[str, Any] = {}
+    number = 0
+    for index, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        place = Place(file, line=index)
+        try:
+            value = json.loads(line, object_pairs_hook=_once)
+        except json.JSONDecodeError as error:
+            problems.add(place, None, f"not JSON: {error.msg} at character {error.pos + 1}")
+            continue
+        except ValueError as error:
+            problems.add(place, None, str(error))
+            continue
+        if not isinstance(value, dict):
+            problems.add(place, None, 'a line is an object such as {"prompt": "a red ball", "seed": 1}')
+            continue
+        if set(value) == {"defaults"}:
+            defaults = _mapping(place, "defaults", value["defaults"], problems)
+            continue
+        number += 1
+        place = Place(file, number, index)
+        check_columns(place, value, problems)
+        rows.append(Row(place, merged(defaults, value)))
+    return rows
+
+
+def _read_yaml(file: str, text: str, problems: Problems) -> list[Row]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        construct = _constructor(file, problems)
+        if node is None:
+            return []
+        if isinstance(node, yaml.SequenceNode):
+            return _yaml_rows(file, node, {}, construct, problems)
+        if not isinstance(node, yaml.MappingNode):
+            problems.add(
+                Place(file), None, "a job file is a list of jobs, or a mapping with defaults and jobs"
+            )
+            return []
+        parts = {key.value: value for key, value in node.value}
+        for key, _ in node.value:
+            if key.value not in ("defaults", "jobs"):
+                line = key.start_mark.line + 1
+                problems.add(
+                    Place(file, line=line), str(key.value), "the top level has defaults and jobs only"
+                )
+        defaults: dict[str, Any] = {}
+        if "defaults" in parts:
+            place = Place(file, line=parts["defaults"].start_mark.line + 1)
+            defaults = _mapping(place, "defaults", construct(parts["defaults"]), problems)
+        jobs = parts.get("jobs")
+        if not isinstance(jobs, yaml.SequenceNode):
+            problems.add(Place(file), "jobs", "jobs is a list with one mapping for each job")
+            return []
+        return _yaml_rows(file, jobs, defaults, construct, problems)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = None if mark is None else mark.line + 1
+        problems.add(Place(file, line=line), None, f"not well-formed YAML: {error.problem}")
+        return []
+
+
+def _yaml_rows(
+    file: str,
+    node: yaml.SequenceNode,
+    defaults: dict[str, Any],
+    construct: Callable[[yaml.Node], Any],
+    problems: Problems,
+) -> list[Row]:
+    rows = []
+    for number, item in enumerate(node.value, start=1):
+        place = Place(file, number, item.start_mark.line + 1)
+        value = construct(item)
+        if not isinstance(value, dict):
+            problems.add(place, None, "a job is a mapping such as {prompt: a red ball, seed: 1}")
+            continue
+        check_columns(place, value, problems)
+        rows.append(Row(place, merged(defaults, value)))
+    return rows
+
+
+def _constructor(file: str, problems: Problems) -> Callable[[yaml.Node], Any]:
+    """Plain values of a YAML node; a key that is there twice is a problem, unlike in PyYAML."""
+    loader = yaml.SafeLoader("")
+
+    def construct(node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            for name in {key for key in keys if keys.count(key) > 1}:
+                line = node.start_mark.line + 1
+                problems.add(Place(file, line=line), str(name), "the column is there twice")
+        return loader.construct_object(node, deep=True)
+
+    return construct
+
+
+def _mapping(place: Place, name: str, value: Any, problems: Problems) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        problems.add(place, name, f"{name} is a mapping of columns to values")
+        return {}
+    check_columns(place, value, problems)
+    if "name" in value:
+        problems.add(place, "name", "a name belongs to one job, not to the defaults")
+    return value
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the column {key} is there twice")
+        found[key] = value
+    return found

@@ -1,0 +1,241 @@
+"""The command `videoattn`: verbs only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts import ValidationError as CycloptsValidationError
+from pydantic import ValidationError
+from rich.console import Console
+
+from videoattn.render.errors import RenderError, UsageError
+from videoattn.render.job import RenderJob, explain
+from videoattn.version import __version__
+
+USAGE, FAILURE, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+
+DEFAULT_JOB = RenderJob()
+
+app = App(
+    name="videoattn",
+    version=__version__,
+    help="Render video with LTX transformers and hand-written attention kernels.",
+    help_format="plaintext",
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@app.command
+def render(
+    prompt: str | None = None,
+    /,
+    *,
+    settings: Annotated[RenderJob, Parameter(name="*")] = DEFAULT_JOB,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    from_: Annotated[Path | None, Parameter(name="--from")] = None,
+    poster: Path | None = None,
+    preview: Path | None = None,
+    timing: Path | None = None,
+    compare: str = "",
+    device: str | None = None,
+    local_files_only: bool = False,
+) -> None:
+    """Render a prompt into an mp4.
+
+    Parameters
+    ----------
+    prompt
+        What the clip shows; --prompt is the same.
+    output
+        The clip to write; by default a name made from prompt and seed.
+    from_
+        A clip whose settings are used where nothing else is given.
+    poster
+        Also write the middle frame as PNG.
+    preview
+        Also write an animated preview, .gif or .webp.
+    timing
+        Also write one JSON row for every attention call, and print a table.
+    compare
+        Kernels to run beside the chosen one on the same inputs, comma-separated: flash4,sdpa.
+    device
+        cpu, cuda or cuda:N; by default the first GPU, or the CPU.
+    local_files_only
+        Never ask the hub.
+    """
+    job = _job(prompt, settings, from_)
+    arms = tuple(arm.strip() for arm in compare.split(",") if arm.strip())
+    _check_arms(arms)
+
+    from videoattn.render.checks import check, check_places
+    from videoattn.render.files import StagedFiles, unused_name
+    from videoattn.render.settings import work
+
+    prepared = check(job, local_files_only=local_files_only, warn=_warn)
+    resolved = prepared.job
+    place = output or unused_name(resolved.prompt, resolved.seed)
+    check_places(place, poster=poster, preview=preview, timing=timing)
+    with StagedFiles() as trial:
+        for each in (place, poster, preview, timing):
+            if each is not None:
+                trial.stage(each)
+    err.print(
+        f"{prepared.info.name}, {resolved.recipe}: {resolved.width}x{resolved.height}, {resolved.num_frames} "
+        f"frames, {work(resolved)}, seed {resolved.seed}",
+        markup=False,
+    )
+
+    from videoattn.render import models
+    from videoattn.render.progress import Terminal
+    from videoattn.render.run import Renderer
+
+    models.quiet()
+    renderer = Renderer(device=device, local_files_only=local_files_only, warn=_warn)
+    with Terminal(err) as progress:
+        result = renderer.render(
+            prepared,
+            output=place,
+            poster=poster,
+            preview=preview,
+            timing=timing,
+            compare=arms,
+            progress=progress,
+        )
+    if result.receipt is not None:
+        err.print(str(result.receipt), markup=False)
+    if result.report is not None:
+        err.print(result.report)
+    if result.total_seconds is not None:
+        err.print(f"{result.total_seconds:.1f} s without loading, {result.load_seconds:.1f} s loading")
+    for path in (poster, preview, timing, result.path):
+        if path is not None:
+            out.print(str(path), markup=False)
+
+
+@app.command
+def show(clip: Path, /, *, json: bool = False) -> None:
+    """Print the settings that a clip was rendered with.
+
+    Parameters
+    ----------
+    clip
+        A clip made by videoattn.
+    json
+        Print everything as JSON.
+    """
+    from videoattn.render.metadata import read
+
+    description = read(clip)
+    if json:
+        import json as json_module
+
+        sys.stdout.write(json_module.dumps(description, indent=2, ensure_ascii=False) + "\n")
+        return
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    from rich.text import Text
+
+    for name, value in description["job"].items():
+        if value is not None and value not in ("", []):
+            table.add_row(name, Text(", ".join(map(str, value)) if isinstance(value, list) else str(value)))
+    table.add_row("device", Text(str(description.get("device"))))
+    table.add_row("versions", Text(", ".join(f"{k} {v}" for k, v in description["versions"].items())))
+    for kind, choice in (description.get("receipt") or {}).items():
+        table.add_row(kind, Text(choice["kernel"]))
+    out.print(table)
+
+
+@app.command
+def doctor() -> int:
+    """Say what this machine can do: device, versions, kernels, codecs, disk."""
+    from videoattn.doctor import examine
+
+    return examine(out)
+
+
+def _job(prompt: str | None, settings: RenderJob, source: Path | None) -> RenderJob:
+    given = settings.model_dump(include=settings.model_fields_set)
+    if prompt is not None:
+        if "prompt" in given and given["prompt"] != prompt.strip():
+            raise UsageError("the prompt was given twice, as an argument and by --prompt")
+        given["prompt"] = prompt
+    if source is None:
+        return RenderJob.parse(given)
+    from videoattn.render.metadata import read_job
+
+    earlier = read_job(source).model_dump(exclude_unset=False)
+    if "model" in given and given["model"] != earlier["model"]:
+        # Sizes and guidance of one model mean little to another; what determines the content stays.
+        keep = ("prompt", "negative_prompt", "width", "height", "num_frames", "frame_rate", "seed", "image")
+        earlier = {name: earlier[name] for name in keep}
+    return RenderJob.parse({name: value for name, value in earlier.items() if value is not None} | given)
+
+
+def _check_arms(arms: tuple[str, ...]) -> None:
+    from videoattn.kernels import NAMES
+
+    for arm in arms:
+        if arm not in NAMES:
+            raise UsageError(f"unknown attention kernel '{arm}' in --compare: choose from {', '.join(NAMES)}")
+
+
+def _warn(text: str) -> None:
+    err.print(f"warning: {text}", style="yellow", markup=False)
+
+
+def _complain(text: str) -> None:
+    line = " ".join(text.split())
+    err.print(f"videoattn: {line}", style="red", markup=False)
+
+
+def _usage_message(error: CycloptsError) -> str:
+    cause = error.__cause__
+    if isinstance(error, CycloptsValidationError) and isinstance(cause, ValidationError):
+        return explain(cause)
+    return str(error)
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+def _on_terminate(number: int, frame: Any) -> None:
+    raise _Terminated
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns 0, 1 for a failure, 2 for bad usage, 130 after Ctrl-C, 143 after SIGTERM."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # With another busy process beside it, OpenMP's spinning threads make a CPU render several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    previous = signal.signal(signal.SIGTERM, _on_terminate)
+    try:
+        tokens = sys.argv[1:] if arguments is None else arguments
+        returned = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        return returned if isinstance(returned, int) else 0
+    except CycloptsError as error:
+        _complain(_usage_message(error))
+        return USAGE
+    except (UsageError, RenderError) as error:
+        _complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _complain("interrupted, nothing was written")
+        return INTERRUPTED
+    except _Terminated:
+        _complain("terminated, nothing was written")
+        return TERMINATED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    finally:
+        signal.signal(signal.SIGTERM, previous)

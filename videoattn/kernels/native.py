@@ -1,0 +1,174 @@
+"""Torch tensors to the library's C call: what the Hopper and Blackwell kernel modules share."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from videoattn.kernels import abi, library
+
+if TYPE_CHECKING:
+    from videoattn.dispatch import AttentionCall
+
+DTYPES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16}
+HEAD_DIMS = (64, 128)
+MAX_LENGTH = 2**31 - 512
+
+
+def refusal(call: AttentionCall, capabilities: Collection[tuple[int, int]]) -> str | None:
+    """None, or why the library's kernel can't serve the call; builds the library if needed."""
+    if call.capability is None:
+        return f"it needs an NVIDIA GPU, the tensors are on {call.device}"
+    if call.capability not in capabilities:
+        return f"it has no code for compute capability {call.capability[0]}.{call.capability[1]}"
+    if call.dtype not in DTYPES:
+        return f"it takes bf16 and fp16, not {str(call.dtype).removeprefix('torch.')}"
+    if call.head_dim not in HEAD_DIMS:
+        return f"it takes head dims 64 and 128, not {call.head_dim}"
+    if call.mask == "dense":
+        return "it takes no dense mask, only key lengths"
+    if max(call.q_len, call.kv_len) > MAX_LENGTH:
+        return f"it takes lengths up to {MAX_LENGTH}"
+    return library.unavailable(torch.cuda.current_device())
+
+
+def tma_can_take(x: torch.Tensor) -> bool:
+    """Whether a BSHD tensor can be read in place: last dim contiguous, 16-byte aligned start and strides, no
+    dimension repeated by stride 0."""
+    batch, seq, head, last = x.stride()
+    if last != 1 or x.data_ptr() % 16 != 0:
+        return False
+    if (batch | seq | head) % 8 == 0 and batch > 0 and seq > 0 and head > 0:
+        return True
+    return all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape, (batch, seq, head), strict=False))
+
+
+def describe(x: torch.Tensor) -> abi.Tensor:
+    """Pointer and strides of a BSHD tensor."""
+    return abi.Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+
+
+def fill_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    kv_lengths: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    arch: int = 0,
+    grid: int = 0,
+    num_sms: int = 0,
+    splits: int = 0,
+    device: int = 0,
+    stream: int = 0,
+    workspace: torch.Tensor | None = None,
+) -> abi.Call:
+    """The C call of BSHD tensors on any device (the planner reads addresses, not data)."""
+    batch, q_len, heads, head_dim = q.shape
+    return abi.Call(
+        ctypes.sizeof(abi.Call),
+        arch,
+        device,
+        DTYPES[q.dtype],
+        batch,
+        heads,
+        q_len,
+        k.shape[1],
+        head_dim,
+        describe(q),
+        describe(k),
+        describe(v),
+        describe(out),
+        None if lse is None else lse.data_ptr(),
+        None if kv_lengths is None else kv_lengths.data_ptr(),
+        scale,
+        grid,
+        num_sms,
+        splits,
+        stream,
+        None if workspace is None else workspace.data_ptr(),
+    )
+
+
+@cache
+def workspace_bytes(
+    batch: int, heads: int, q_len: int, kv_len: int, head_dim: int, arch: int, sms: int, splits: int = 0
+) -> int:
+    """Bytes of the workspace that splitting the keys takes; 0: they are not split."""
+    call = abi.Call(ctypes.sizeof(abi.Call), arch, 0, abi.BF16, batch, heads, q_len, kv_len, head_dim)
+    call.num_sms, call.splits = sms, splits
+    return library.load().videoattn_workspace_bytes(ctypes.byref(call))
+
+
+@cache
+def num_sms(device: int) -> int:
+    """Streaming multiprocessors of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(call: abi.Call | bytes) -> None:
+    """Run the call on its stream; RuntimeError carries the library's message."""
+    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    argument = call if isinstance(call, bytes) else ctypes.byref(call)
+    if library.load().videoattn_attention(argument, text, abi.MESSAGE_BYTES) != abi.OK:
+        raise RuntimeError(f"videoattn kernel: {text.value.decode(errors='replace')}")
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    kv_lengths: torch.Tensor | None,
+    return_lse: bool,
+    arch: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of BSHD tensors on the current stream: a contiguous output and, if wanted, the LSE."""
+    if not (tma_can_take(q) and tma_can_take(k) and tma_can_take(v)):
+        q, k, v = (
+            x if tma_can_take(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)
+        )
+    batch, q_len, heads, head_dim = shape = q.shape
+    kv_len = k.shape[1]
+    device = q.device
+    out = torch.empty(shape, dtype=q.dtype, device=device)
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=device) if return_lse else None
+    if kv_lengths is not None:
+        kv_lengths = kv_lengths.contiguous()
+    sms = num_sms(device.index)
+    count = workspace_bytes(batch, heads, q_len, kv_len, head_dim, arch, sms)
+    # Freed on return, but to this stream's pool: the launch is queued before any reuse.
+    workspace = torch.empty(count, dtype=torch.uint8, device=device) if count else None
+    # As fill_call, at a third of its cost: this line is most of what the host spends on a call.
+    call = abi.PACKED_CALL.pack(
+        abi.PACKED_CALL.size,
+        arch,
+        device.index,
+        DTYPES[q.dtype],
+        batch,
+        heads,
+        q_len,
+        kv_len,
+        head_dim,
+        *(q.data_ptr(), *q.stride()[:3]),
+        *(k.data_ptr(), *k.stride()[:3]),
+        *(v.data_ptr(), *v.stride()[:3]),
+        *(out.data_ptr(), q_len * heads * head_dim, heads * head_dim, head_dim),
+        0 if lse is None else lse.data_ptr(),
+        0 if kv_lengths is None else kv_lengths.data_ptr(),
+        scale,
+        0,
+        sms,
+        0,
+        torch.cuda.current_stream(device).cuda_stream,
+        0 if workspace is None else workspace.data_ptr(),
+    )
+    launch(call)
+    return out, lse

@@ -1,0 +1,85 @@
+"""What all processors share: the call into `videoattn`, the mask policy, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from videoattn.attention import attend
+from videoattn.processors import masks
+
+if TYPE_CHECKING:
+    from videoattn.dispatch import Kind
+
+
+class Processor:
+    """One processor serves every call of its kind in a model, so that compiled blocks share one graph.
+
+    Args:
+        kind: where the calls sit.
+        kernel: a kernel's name or `auto`.
+        text_mask: what is known about the masks these calls meet; None where a mask is always kept whole.
+    """
+
+    # diffusers' setters look for these two; a value other than None is refused when the model runs.
+    _attention_backend: Any = None
+    _parallel_config: Any = None
+    replaces: type
+
+    def __init__(self, kind: Kind, kernel: str, text_mask: masks.TextMask | None = None) -> None:
+        self.kind = kind
+        self.kernel = kernel
+        self.text_mask = text_mask
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(kind={self.kind!r}, kernel={self.kernel!r})"
+
+    def refuse(self, attn: Any) -> None:
+        """Raise RuntimeError for what this processor would otherwise ignore."""
+        if self._parallel_config is not None:
+            raise RuntimeError(
+                "videoattn does not shard attention: call uninstall() before enable_parallelism()"
+            )
+        if self._attention_backend is not None:
+            backend = getattr(self._attention_backend, "value", self._attention_backend)
+            raise RuntimeError(
+                f"diffusers' attention backend '{backend}' was set while videoattn is "
+                "installed: call reset_attention_backend(), or uninstall() to use it"
+            )
+        if attn.fused_projections:
+            raise RuntimeError(FUSED)
+
+    def attend(
+        self,
+        attn: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of projected `(batch, seq, heads · head_dim)` tensors, in that layout and query's dtype.
+
+        `attention_mask` is diffusers' additive bias, `(batch, 1 or q_len, kv_len)` or with a head axis.
+        """
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            raise RuntimeError(
+                "videoattn has no backward: run the model under torch.no_grad(), or uninstall() to train"
+            )
+        kv_len = key.shape[1]
+        mask, kv_lengths = attention_mask, None
+        if attention_mask is not None:
+            if attention_mask.shape[-1] != kv_len:
+                raise ValueError(f"the attention mask covers {attention_mask.shape[-1]} of {kv_len} keys")
+            form = "dense" if self.text_mask is None else self.text_mask.form
+            mask, kv_lengths = masks.apply(form, attention_mask, kv_len)
+        # Under autocast norms return fp32; SDPA would be autocast, an opaque op is not.
+        q, k, v = (t.to(value.dtype).unflatten(2, (attn.heads, -1)) for t in (query, key, value))
+        out, _ = attend(q, k, v, kv_lengths=kv_lengths, mask=mask, kernel=self.kernel, kind=self.kind)
+        return out.flatten(2, 3).to(query.dtype)
+
+
+FUSED = (
+    "fuse_qkv_projections() is of no use to LTX models: they never read the fused weights, which "
+    "only take memory, and audio-video attention cannot be fused; call unfuse_qkv_projections()"
+)

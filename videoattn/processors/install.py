@@ -1,0 +1,154 @@
+"""`install(pipe)`: swap the attention processors of an LTX model, and put them back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from videoattn import kernels as kernel_modules
+from videoattn.dispatch import AttentionCall, KernelUnavailable, Kind, Receipt, choose
+from videoattn.processors.base import Processor
+from videoattn.processors.sites import Site, execution_device, models, nominal_call, sites
+from videoattn.processors.stack import Layer, push, remove, stack_of
+
+Kernels = str | Mapping[str, str]
+
+
+def install(target: Any, kernels: Kernels = "auto") -> Handle:
+    """Swap the attention processors of an LTX pipeline, or of its transformer, for videoattn's.
+
+    Of a pipeline the text connectors are served too. A later install on the same model takes precedence until
+    it is uninstalled. The model's weights, config and diffusers' attention backends are not touched.
+
+    Args:
+        target: a diffusers pipeline with an LTXVideoTransformer3DModel or LTX2VideoTransformer3DModel, or
+            such a transformer; compiled or not, on any device, offloaded or cast layer by layer.
+        kernels: a kernel's name or `auto` for every kind of call, or a mapping from kinds to such names;
+            kinds it leaves out are `auto`.
+
+    Returns:
+        A handle, also a context manager, that uninstalls and tells which kernel serves what.
+
+    Raises:
+        TypeError: `target` is no such model.
+        ValueError: an unknown kind or kernel, an attention processor that is not diffusers' own, fused
+            projections.
+        KernelUnavailable: a kernel asked for by name cannot serve the model's calls; the message says why.
+        RuntimeError: the model is sharded over several devices.
+    """
+    transformer, connectors = models(target)
+    parts = [transformer] if connectors is None else [transformer, connectors]
+    found = {id(part): sites(part) for part in parts}
+    present: dict[Kind, None] = {site.kind: None for part in parts for site in found[id(part)]}
+    names = _kernel_names(kernels, tuple(present))
+    for part in parts:
+        _refuse_sharded(part)
+        _require(names, _calls(part, found[id(part)]))
+    layers = []
+    for part in parts:
+        stack = stack_of(part, found[id(part)])
+        processors: dict[Kind, Processor] = {
+            site.kind: site.processor(site.kind, names[site.kind], stack.text_masks.get(site.kind))
+            for site in found[id(part)]
+        }
+        layer = Layer(processors)
+        push(part, layer)
+        layers.append((part, found[id(part)], layer))
+    return Handle(names, layers)
+
+
+class Handle:
+    """One install in force; `uninstall()`, or leaving its `with` block, puts back what was there before."""
+
+    def __init__(self, kernels: dict[Kind, str], layers: list[tuple[Any, list[Site], Layer]]) -> None:
+        self.kernels = kernels
+        self._layers = layers
+        self._installed = True
+        self._entered = 0
+
+    @property
+    def installed(self) -> bool:
+        """Whether this install is in force, alone or below a later one."""
+        return self._installed
+
+    @property
+    def layers(self) -> dict[Kind, int]:
+        """Attention calls of each kind in one forward of the transformer, or of the text connectors."""
+        return dict(Counter(site.kind for _, part, _ in self._layers for site in part))
+
+    @property
+    def calls(self) -> dict[Kind, AttentionCall]:
+        """For each kind the call its receipt describes: a typical clip's, on the model's current device."""
+        calls: dict[Kind, AttentionCall] = {}
+        for model, part, _ in self._layers:
+            calls.update(_calls(model, part))
+        return calls
+
+    @property
+    def receipt(self) -> Receipt:
+        """For each kind the kernel that serves it on the model's current device, and why others do not."""
+        return Receipt({kind: choose(call, self.kernels[kind]) for kind, call in self.calls.items()})
+
+    def uninstall(self) -> None:
+        """Put back the processors that this install replaced; a second call does nothing."""
+        if self._installed:
+            self._installed = False
+            for model, _, layer in self._layers:
+                remove(model, layer)
+
+    def __enter__(self) -> Handle:
+        if not self._installed:
+            raise RuntimeError("this install was undone: call install() again")
+        self._entered += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self.uninstall()
+
+    def __repr__(self) -> str:
+        models = " and ".join(type(model).__name__ for model, _, _ in self._layers)
+        if not self._installed:
+            return f"<videoattn, no longer on {models}>"
+        kernels = ", ".join(f"{kind}={self.kernels[kind]}" for kind in self.layers)
+        return f"<videoattn on {models}: {kernels}>"
+
+
+def _kernel_names(kernels: Kernels, kinds: tuple[Kind, ...]) -> dict[Kind, str]:
+    wanted = dict.fromkeys(kinds, kernels) if isinstance(kernels, str) else dict(kernels)
+    for kind, name in wanted.items():
+        if kind not in kinds:
+            raise ValueError(f"unknown kind of call '{kind}': this model has {', '.join(kinds)}")
+        if name != "auto" and name not in kernel_modules.NAMES:
+            raise ValueError(
+                f"unknown attention kernel '{name}': choose from auto, {', '.join(kernel_modules.NAMES)}"
+            )
+    return {kind: wanted.get(kind, "auto") for kind in kinds}
+
+
+def _calls(model: Any, part: list[Site]) -> dict[Kind, AttentionCall]:
+    device, dtype = execution_device(model), model.dtype
+    return {site.kind: nominal_call(site, model, device, dtype) for site in part}
+
+
+def _require(names: dict[Kind, str], calls: dict[Kind, AttentionCall]) -> None:
+    """Raise KernelUnavailable where a kernel asked for by name cannot serve its kind."""
+    for kind, call in calls.items():
+        if names[kind] != "auto":
+            try:
+                choose(call, names[kind])
+            except KernelUnavailable as error:
+                hint = ""
+                if call.device != "cuda":
+                    hint = "; move the model to its GPU, or enable offloading, before install()"
+                raise KernelUnavailable(f"{error}{hint}") from None
+
+
+def _refuse_sharded(model: Any) -> None:
+    if getattr(model, "_parallel_config", None) is not None:
+        raise RuntimeError("videoattn does not shard attention: this model was given to enable_parallelism()")

@@ -1,0 +1,94 @@
+"""The processors for LTX-2, 2.3 and 2.5 and for their text connectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.transformers import transformer_ltx2 as stock
+
+from videoattn.processors.base import Processor
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class LTX2Processor(Processor):
+    """Serves the calls of `LTX2AudioVideoAttnProcessor`: LTX-2.0, and the connectors of every version."""
+
+    replaces: type = stock.LTX2AudioVideoAttnProcessor
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        query_rotary_emb: Rotary | None = None,
+        key_rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        """Attention of `(batch, seq, channels)` hidden states, as the stock processor computes it."""
+        self.refuse(attn)
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        value = attn.to_v(source)
+        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb)
+        return project_out(attn, hidden_states, self.attend(attn, query, key, value, attention_mask))
+
+
+class LTX2PerturbedProcessor(Processor):
+    """Serves the calls of `LTX2PerturbedAttnProcessor`: LTX-2.3 and 2.5, with spatio-temporal guidance."""
+
+    replaces = stock.LTX2PerturbedAttnProcessor
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        query_rotary_emb: Rotary | None = None,
+        key_rotary_emb: Rotary | None = None,
+        perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: bool | None = None,
+    ) -> torch.Tensor:
+        """Attention of `(batch, seq, channels)` hidden states, as the stock processor computes it.
+
+        Where `perturbation_mask` is 0 the values pass through in place of the attention's output.
+        """
+        self.refuse(attn)
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        value = attn.to_v(source)
+        if all_perturbed is None:
+            all_perturbed = perturbation_mask is not None and bool(torch.all(perturbation_mask == 0))
+        if all_perturbed:
+            return project_out(attn, hidden_states, value)
+        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb)
+        out = self.attend(attn, query, key, value, attention_mask)
+        if perturbation_mask is not None:
+            out = torch.lerp(value, out, perturbation_mask)
+        return project_out(attn, hidden_states, out)
+
+
+def query_and_key(
+    attn: Any,
+    hidden_states: torch.Tensor,
+    source: torch.Tensor,
+    query_rotary_emb: Rotary | None,
+    key_rotary_emb: Rotary | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Projected, normalised and rotated query and key, `(batch, seq, heads · head_dim)`."""
+    query = attn.norm_q(attn.to_q(hidden_states))
+    key = attn.norm_k(attn.to_k(source))
+    if query_rotary_emb is None:
+        return query, key
+    rotate = stock.apply_split_rotary_emb if attn.rope_type == "split" else stock.apply_interleaved_rotary_emb
+    return rotate(query, query_rotary_emb), rotate(
+        key, query_rotary_emb if key_rotary_emb is None else key_rotary_emb
+    )
+
+
+def project_out(attn: Any, hidden_states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The per-head gates, where the layer has them, and the output projection."""
+    if attn.to_gate_logits is not None:
+        gates = 2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))
+        out = (out.unflatten(2, (attn.heads, -1)) * gates.unsqueeze(-1)).flatten(2, 3)
+    return attn.to_out[1](attn.to_out[0](out))

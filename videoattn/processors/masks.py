@@ -1,0 +1,134 @@
+"""Which masks may be dropped or become key lengths: decided once per prompt, outside compiled code.
+
+A pre-hook on the module that receives the masks looks at each new mask once and leaves the verdict in a
+`TextMask`, which the processors of that kind share. Traced code reads the verdict as a guarded constant, so
+each form costs one graph, and takes the lengths from the mask at hand, so a verdict never carries values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from videoattn.dispatch import MaskForm
+
+# Where a watched module keeps its `Watch`.
+ATTRIBUTE = "_videoattn_masks"
+# diffusers writes −10000 (−9984 in bf16) and the connectors the dtype's minimum for a masked key.
+MASKED_BIAS = -9000.0
+REMEMBERED = 4
+
+
+class TextMask:
+    """The form of the masks that the calls of one kind meet.
+
+    `dense` until a mask was looked at: a mask nobody vouches for is honoured whole.
+    """
+
+    form: MaskForm = "dense"
+
+
+class Watch:
+    """The masks that one module receives; `arguments` maps their names to positions and where forms go."""
+
+    def __init__(self, arguments: Mapping[str, tuple[int, TextMask]]) -> None:
+        self.arguments = dict(arguments)
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int, MaskForm]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"arguments": self.arguments, "_seen": []}
+
+    def form(self, mask: torch.Tensor) -> MaskForm:
+        """The form of a mask; one seen before, or a part of it, is not read again while it is unchanged."""
+        if mask.is_inference():
+            return classify(mask)  # no version counter: a change in place would go unnoticed
+        for reference, version, form in self._seen:
+            known = reference()
+            if known is None or known._version != version:
+                continue
+            # Entries of a dense mask may have a better form of their own.
+            if mask is known or (form != "dense" and _is_part(mask, known)):
+                return form
+        form = classify(mask)
+        self._seen = [(weakref.ref(mask), mask._version, form), *self._seen[: REMEMBERED - 1]]
+        return form
+
+
+def _is_part(mask: torch.Tensor, known: torch.Tensor) -> bool:
+    """Whether `mask` is a slice of `known` along the batch (guidance splits its batch by `chunk`)."""
+    roots = [t if t._base is None else t._base for t in (mask, known)]
+    if roots[0] is not roots[1] or mask.dtype != known.dtype or mask.dim() != known.dim():
+        return False
+    if mask.shape[1:] != known.shape[1:] or mask.stride() != known.stride() or known.stride(0) == 0:
+        return False
+    first, rest = divmod(int(mask.storage_offset() - known.storage_offset()), int(known.stride(0)))
+    return rest == 0 and first >= 0 and first + mask.shape[0] <= known.shape[0]
+
+
+def classify(mask: torch.Tensor) -> MaskForm:
+    """The form of a text mask; reads the mask's values, one transfer from the device.
+
+    `mask` is multiplicative `(batch, kv_len)`, 1 for a valid key, or an additive bias `(batch, 1, kv_len)` or
+    `(batch, 1, 1, kv_len)`, 0 for a valid key. `none`: every key is valid. `kv_lengths`: at least one leading
+    key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values.
+    """
+    if mask.is_meta:
+        return "dense"
+    if mask.dim() == 2:
+        valid, masked = mask == 1, mask == 0
+    else:
+        valid, masked = mask == 0, mask <= MASKED_BIAS
+    if valid[0].numel() != valid.shape[-1]:
+        return "none" if bool(valid.all()) else "dense"
+    valid, masked = valid.flatten(1), masked.flatten(1)
+    is_prefix = valid[:, 0].all() & ~(valid[:, 1:] & ~valid[:, :-1]).any() & (valid | masked).all()
+    all_valid, right_padded = torch.stack([valid.all(), is_prefix]).tolist()
+    return "none" if all_valid else "kv_lengths" if right_padded else "dense"
+
+
+def apply(form: MaskForm, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A bias as `(dense mask, key lengths)` by its form, without reading its values on the host.
+
+    `mask` is `(batch, q_len or 1, kv_len)` or `(batch, 1, q_len or 1, kv_len)`; the dense mask broadcasts to
+    `(batch, heads, q_len, kv_len)`, the lengths are int32 `(batch,)`.
+    """
+    if form == "none":
+        return None, None
+    if form == "kv_lengths":
+        return None, (mask == 0).reshape(mask.shape[0], kv_len).sum(-1, dtype=torch.int32)
+    return (mask if mask.dim() == 4 else mask[:, None]), None
+
+
+@torch.compiler.disable(reason="reads the masks' values")  # pyright: ignore[reportArgumentType]
+def look_at_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The pre-hook; torch.compile calls it outside the graph of the module it compiles."""
+    seen: Watch = getattr(module, ATTRIBUTE)
+    for name, (position, text_mask) in seen.arguments.items():
+        mask = kwargs.get(name, args[position] if position < len(args) else None)
+        if mask is not None:
+            text_mask.form = seen.form(mask)
+
+
+@torch.compiler.substitute_in_graph(look_at_masks, skip_signature_check=True)
+def _forget_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Inlined into a larger graph there is no moment to look at values, and what is known may be out of date.
+    for _, text_mask in getattr(module, ATTRIBUTE).arguments.values():
+        text_mask.form = "dense"
+
+
+def watch(module: torch.nn.Module, text_masks: Mapping[str, TextMask]) -> torch.utils.hooks.RemovableHandle:
+    """Look at the masks that `module.forward` receives, by argument name, before each forward."""
+    parameters = list(inspect.signature(module.forward).parameters)
+    arguments = {name: (parameters.index(name), text_mask) for name, text_mask in text_masks.items()}
+    setattr(module, ATTRIBUTE, Watch(arguments))
+    return module.register_forward_pre_hook(look_at_masks, with_kwargs=True)  # pyright: ignore[reportArgumentType]
+
+
+def unwatch(module: torch.nn.Module, hook: torch.utils.hooks.RemovableHandle) -> None:
+    """Undo `watch`."""
+    hook.remove()
+    delattr(module, ATTRIBUTE)

@@ -1,0 +1,112 @@
+"""Which processors a model carries: the original ones, and those of every install still in force."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NoReturn
+
+import torch
+
+from videoattn.dispatch import Kind
+from videoattn.processors import masks
+from videoattn.processors.base import FUSED, Processor
+from videoattn.processors.sites import CONNECTORS, Site, family
+
+ATTRIBUTE = "_videoattn_installs"
+_lock = threading.RLock()
+
+
+class Layer:
+    """One install's processors for one model: one per kind."""
+
+    def __init__(self, processors: dict[Kind, Processor]) -> None:
+        self.processors = processors
+
+
+class Stack:
+    """The installs on one model; the last one that is still in force serves its calls.
+
+    Lives on the model, so that several pipelines, and copies of the model, each find their own.
+    """
+
+    def __init__(self, model: Any, sites: list[Site]) -> None:
+        self.layers: list[Layer] = []
+        self.text_masks: dict[Kind, masks.TextMask] = {}
+        # A copy of a model made while videoattn was installed elsewhere has no original to go back to.
+        self.originals = {
+            site.module: site.processor.replaces()
+            if isinstance(site.module.processor, Processor)
+            else site.module.processor
+            for site in sites
+        }
+        self.kinds: dict[Any, Kind] = {site.module: site.kind for site in sites}
+        self._watched: list[tuple[Any, Any]] = []
+        for module, names in _masks_of(model, sites):
+            looked_at = {
+                name: self.text_masks.setdefault(kind, masks.TextMask()) for name, kind in names.items()
+            }
+            self._watched.append((module, masks.watch(module, looked_at)))
+        if hasattr(model, "fuse_qkv_projections"):
+            model.fuse_qkv_projections = _refuse_fusing
+
+    def apply(self) -> None:
+        """Give every attention module the processor that is now in force; leave a stranger's alone."""
+        for module, original in self.originals.items():
+            current = module.processor
+            if current is original or isinstance(current, Processor):
+                wanted = self.layers[-1].processors[self.kinds[module]] if self.layers else original
+                module.set_processor(wanted)
+
+    def dismantle(self, model: Any) -> None:
+        """Undo what the constructor did to the model."""
+        for module, hook in self._watched:
+            masks.unwatch(module, hook)
+        if "fuse_qkv_projections" in vars(model):
+            del model.fuse_qkv_projections
+
+
+def _masks_of(model: Any, sites: list[Site]) -> list[tuple[torch.nn.Module, dict[str, Kind]]]:
+    """The modules that receive text masks, and the kind that each mask argument of theirs concerns."""
+    if family(model) == CONNECTORS:
+        # The first block: on the way there learnable registers replace the padding and its mask.
+        return [
+            (model.video_connector.transformer_blocks[0], {"attention_mask": "video_connector"}),
+            (model.audio_connector.transformer_blocks[0], {"attention_mask": "audio_connector"}),
+        ]
+    names: dict[str, Kind] = {
+        "encoder_attention_mask": "video_text",
+        "audio_encoder_attention_mask": "audio_text",
+    }
+    present = {site.kind for site in sites}
+    return [(model, {name: kind for name, kind in names.items() if kind in present})]
+
+
+def _refuse_fusing(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(FUSED)
+
+
+def stack_of(model: Any, sites: list[Site]) -> Stack:
+    """The model's stack, made at its first install."""
+    with _lock:
+        if ATTRIBUTE not in vars(model):
+            setattr(model, ATTRIBUTE, Stack(model, sites))
+        return getattr(model, ATTRIBUTE)
+
+
+def push(model: Any, layer: Layer) -> None:
+    """Put an install in force."""
+    with _lock:
+        stack: Stack = getattr(model, ATTRIBUTE)
+        stack.layers.append(layer)
+        stack.apply()
+
+
+def remove(model: Any, layer: Layer) -> None:
+    """Take an install away, wherever it lies; after the last one the original processors are back."""
+    with _lock:
+        stack: Stack = getattr(model, ATTRIBUTE)
+        stack.layers.remove(layer)
+        stack.apply()
+        if not stack.layers:
+            stack.dismantle(model)
+            delattr(model, ATTRIBUTE)

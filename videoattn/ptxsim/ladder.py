@@ -1,0 +1,156 @@
+"""Runs the teaching kernels of csrc/ladder, and others described the same way, on the simulator."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .errors import LaunchError
+from .launch import Device, Kernel, Module, Report
+from .scalar import bf16_to_f32, f32_to_bf16
+from .schedule import Schedule
+from .tensormap import TensorMap
+
+LADDER = Path(__file__).resolve().parents[2] / "csrc" / "ladder"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel of steps.json: where it is, how it is launched, what its maps look like."""
+
+    name: str
+    source: Path
+    kernel: str
+    arch: tuple[str, ...]
+    dtype: str
+    q_rows_per_cta: int
+    kv_rows_per_tile: int
+    persistent: bool
+    block: int
+    dynamic_smem: int
+    maps: dict
+    args: tuple[str, ...]
+
+
+@dataclass
+class Outcome:
+    """A run of one step: the report, the output and its distance from fp32 attention.
+
+    max_error: largest absolute difference from attention in fp32. bound: what the accuracy rule allows (FA4's rule,
+    with P rounded to the input type). The step passed if the report has no findings and max_error <= bound.
+    """
+
+    step: Step
+    report: Report
+    out: np.ndarray
+    max_error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run is clean and accurate."""
+        return not self.report.findings and self.max_error <= self.bound
+
+
+def load_steps(folder: Path = LADDER) -> list[Step]:
+    """The ladder's steps and branches in order; raises LaunchError when the folder holds no steps.json."""
+    table = folder / "steps.json"
+    if not table.exists():
+        raise LaunchError(f"{table} does not exist; give the folder that holds steps.json")
+    data = json.loads(table.read_text())
+    steps = []
+    for row in [*data["steps"], *data.get("branches", [])]:
+        row = {k: v for k, v in row.items() if k in Step.__dataclass_fields__}
+        steps.append(
+            Step(
+                **{
+                    **row,
+                    "source": folder / row["source"],
+                    "arch": tuple(row["arch"]),
+                    "args": tuple(row["args"]),
+                }
+            )
+        )
+    return steps
+
+
+def find_step(steps: list[Step], name: str) -> Step:
+    """A step by number or by the start of its name; raises LaunchError."""
+    key = f"{int(name):02d}_" if name.isdigit() else name
+    found = [s for s in steps if s.name.startswith(key)]
+    if len(found) != 1:
+        raise LaunchError(f"no single step {name!r}; there are {', '.join(s.name for s in steps)}")
+    return found[0]
+
+
+def compile_step(step: Step) -> Module:
+    """PTX of a step by nvcc."""
+    return Module.from_cuda(step.source, arch=step.arch[0])
+
+
+def encode(x: np.ndarray, dtype: str) -> np.ndarray:
+    """f32 values as 16-bit patterns of bf16 or fp16."""
+    return f32_to_bf16(x.astype(np.float32)) if dtype == "bf16" else x.astype(np.float16).view(np.uint16)
+
+
+def decode(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """16-bit patterns as f32."""
+    return bf16_to_f32(bits) if dtype == "bf16" else bits.view(np.float16).astype(np.float32)
+
+
+def reference(q, k, v, dtype: str) -> tuple[np.ndarray, float]:
+    """(attention in fp32 of [heads, len, 128] operands, the accuracy rule's bound for it)."""
+    s = q.astype(np.float64) @ k.astype(np.float64).transpose(0, 2, 1) / math.sqrt(q.shape[-1])
+    p = np.exp(s - s.max(-1, keepdims=True))
+    total = p.sum(-1, keepdims=True)
+    exact = p @ v / total
+    low = decode(encode(decode(encode(p, dtype), dtype) @ v.astype(np.float32) / total, dtype), dtype)
+    ref = exact.astype(np.float32)
+    bound = 2 * np.abs(low - ref).max() + 2 * np.abs(((ref + np.float32(0.3)) - np.float32(0.3)) - ref).max()
+    return ref, float(bound)
+
+
+def inputs(heads: int, q_len: int, kv_len: int, dtype: str, seed: int = 0, head_dim: int = 128):
+    """Normal q, k, v [heads, len, head_dim], rounded to the type, as f32."""
+    rng = np.random.default_rng(seed)
+    shapes = (q_len, kv_len, kv_len)
+    return [decode(encode(rng.standard_normal((heads, n, head_dim)), dtype), dtype) for n in shapes]
+
+
+def run_step(step: Step, module: Module | Kernel, *, heads: int = 1, q_len: int = 256, kv_len: int = 256,
+             schedule: Schedule | None = None, operands=None, ctas: int | None = None, roles=None,
+             trace: bool = False, limit: int = 50_000_000) -> Outcome:  # fmt: skip
+    """Launch a step and compare with fp32 attention.
+
+    heads is batch times heads. operands: (q, k, v) f32 arrays [heads, len, 128] holding values of the step's type;
+    normal ones by default. ctas limits a persistent kernel's grid. Raises LaunchError for lengths the step cannot do.
+    """
+    if q_len % step.q_rows_per_cta or kv_len % step.kv_rows_per_tile or min(q_len, kv_len) < 1:
+        raise LaunchError(
+            f"{step.name} needs q_len % {step.q_rows_per_cta} == 0 and kv_len % {step.kv_rows_per_tile} == 0, "
+            f"not {q_len} and {kv_len}"
+        )
+    q, k, v = operands or inputs(heads, q_len, kv_len, step.dtype)
+    device = Device(step.arch[0])
+    element = {"bf16": "bf16", "fp16": "f16"}[step.dtype]
+    buffers = {n: device.upload(encode(x, step.dtype), n) for n, x in (("q", q), ("k", k), ("v", v))}
+    out = device.upload(np.full((heads, q_len, 128), 0x7FFF, np.uint16), "out")
+    items = heads * q_len // step.q_rows_per_cta
+    values: dict[str, object] = {"out": out, "q_len": q_len, "kv_len": kv_len, "work_items": items}
+    for name, m in step.maps.items():
+        buf = buffers[m["tensor"]]
+        rows = heads * (q_len if m["tensor"] == "q" else kv_len)
+        values[name] = TensorMap(buf, dtype=element, dims=(128, rows), strides=(256,), box=m["box"],
+                                 swizzle=m["swizzle"], l2_promotion=m["l2_promotion"])  # fmt: skip
+    grid = min(items, ctas or device.sm_count) if step.persistent else items
+    kernel = module.entry(step.kernel) if isinstance(module, Module) else module
+    report = device.launch(kernel, grid=grid, block=step.block, dynamic_smem=step.dynamic_smem,
+                           args=[values[a] for a in step.args], schedule=schedule, roles=roles, trace=trace, limit=limit)  # fmt: skip
+    got = decode(out.download(), step.dtype)
+    ref, bound = reference(q, k, v, step.dtype)
+    error = float(np.abs(got - ref).max()) if np.isfinite(got).all() else math.inf
+    return Outcome(step, report, got, error, bound)

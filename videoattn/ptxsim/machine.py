@@ -1,0 +1,478 @@
+"""The machine: CTAs with their warps and memories, the scheduler, asynchronous jobs, deadlock detection."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from .codegen import PARAM_BASE
+from .context import Context
+from .errors import ExecutionError, LaunchError, UnsupportedInstruction
+from .findings import ERROR, FindingLog, Where
+from .hb import Columns
+from .memory import SHARED_BASE, SharedMemory
+from .parser import Instr
+from .poison import PoisonRegister
+from .program import Program
+from .schedule import Schedule
+from .tmem import TensorMemory
+
+_QUANTUM = 4000
+
+
+class Warp:
+    """32 lanes and their registers."""
+
+    def __init__(self, cta: Cta, index: int, threads: int):
+        self.cta, self.index = cta, index
+        self.machine = cta.machine
+        name = f"warp {index}" if cta.cluster.size == 1 else f"CTA {cta.rank} warp {index}"
+        columns = cta.cluster.columns
+        self.column = columns.new(name)
+        self.ld_column = columns.new(f"{name}'s tcgen05.ld")
+        self.st_column = columns.new(f"{name}'s tcgen05.st")
+        self.mma_column = columns.new(f"{name}'s MMA pipe")
+        self.bulk_read_column = columns.new(f"{name}'s bulk stores (reading)")
+        self.bulk_write_column = columns.new(f"{name}'s bulk stores (writing)")
+        self.init_column = columns.new(f"{name}'s mbarrier.init")
+        self.inits = self.inits_published = 0
+        self.now = 1
+        self.ld_issued = self.st_issued = self.mma_issued = 0
+        self.bulk_groups: list[list] = []
+        self.bulk_open: list = []
+        self.bulk_issued = self.bulk_done = self.bulk_read_done = 0
+        self.pending_loads: list = []
+        self.wgmma_groups: list = []
+        self.wgmma_chains: list = []
+        self.wgmma_fenced = False
+        self.registers = 0
+        self.syncs: dict = {}
+        self.phases: dict = {}
+        self.local: np.ndarray | None = None
+        program = cta.machine.program
+        self.R: list = [PoisonRegister(self, r) for r in program.entry.regs]
+        self.live = np.arange(32) < threads
+        self.special = self._special_registers(cta, index)
+        self.counts = [0] * len(program.blocks)
+        self.contexts = [Context(self, self.live.copy(), 0, columns.clock())]
+
+    def wgmma_open(self, chain) -> bool:
+        """Whether operations on the accumulator have not been waited for."""
+        groups = [chains for _, chains in self.wgmma_groups]
+        return any(c is chain for chains in [*groups, self.wgmma_chains] for c, _ in chains)
+
+    @staticmethod
+    def _special_registers(cta: Cta, index: int) -> dict[str, np.ndarray]:
+        m = cta.machine
+        linear = np.arange(32, dtype=np.uint32) + np.uint32(32 * index)
+        bx, by, _ = m.block
+        out: dict[str, np.ndarray] = {}
+
+        def fill(name: str, value: int) -> None:
+            out[name] = np.full(32, value, np.uint32)
+
+        out["%tid.x"] = linear % np.uint32(bx)
+        out["%tid.y"] = linear // np.uint32(bx) % np.uint32(by)
+        out["%tid.z"] = linear // np.uint32(bx * by)
+        lane = np.arange(32, dtype=np.uint32)
+        out["%laneid"] = lane
+        one = np.uint32(1)
+        out["%lanemask_eq"] = one << lane
+        out["%lanemask_lt"] = (one << lane) - one
+        out["%lanemask_le"] = ((one << lane) - one) | (one << lane)
+        out["%lanemask_gt"] = ~out["%lanemask_le"]
+        out["%lanemask_ge"] = ~out["%lanemask_lt"]
+        clusters = [g // c for g, c in zip(m.grid, m.cluster, strict=True)]
+        for i, axis in enumerate("xyz"):
+            fill(f"%ntid.{axis}", m.block[i])
+            fill(f"%ctaid.{axis}", cta.id[i])
+            fill(f"%nctaid.{axis}", m.grid[i])
+            fill(f"%clusterid.{axis}", cta.id[i] // m.cluster[i])
+            fill(f"%nclusterid.{axis}", clusters[i])
+            fill(f"%cluster_ctaid.{axis}", cta.id[i] % m.cluster[i])
+            fill(f"%cluster_nctaid.{axis}", m.cluster[i])
+        fill("%warpid", index)
+        fill("%nwarpid", len(range(0, m.threads, 32)))
+        fill("%smid", cta.index)
+        fill("%nsmid", m.sm_count)
+        fill("%cluster_ctarank", cta.rank)
+        fill("%cluster_nctarank", cta.cluster.size)
+        fill("%is_explicit_cluster", int(cta.cluster.size > 1))
+        fill("%dynamic_smem_size", m.dynamic_smem)
+        fill("%total_smem_size", m.smem_end - SHARED_BASE)
+        out["%gridid"] = np.zeros(32, np.uint64)
+        return out
+
+
+class Cta:
+    """One thread block on its own SM."""
+
+    def __init__(self, cluster: Cluster, rank: int, cta_id: tuple[int, int, int]):
+        self.cluster, self.machine, self.rank, self.id = cluster, cluster.machine, rank, cta_id
+        m = self.machine
+        gx, gy, _ = m.grid
+        self.index = cta_id[0] + gx * (cta_id[1] + gy * cta_id[2])
+        self.smem = SharedMemory(m.smem_end, m.smem_names)
+        self.tmem = TensorMemory()
+        self.tmem_group = 0
+        self.symbols: dict = {}
+        self.barriers: dict[int, object] = {}
+        self.sync_points: dict = {}
+        self.register_pool = 0
+        self.warps: list[Warp] = []
+        self.exited = False
+
+    def start(self) -> None:
+        m = self.machine
+        self.warps = [Warp(self, i, min(32, m.threads - 32 * i)) for i in range(-(-m.threads // 32))]
+        for w in self.warps:
+            w.registers = m.registers
+            m.ready.extend(w.contexts)
+
+    def address_of(self, name: str, line: int) -> int:
+        m = self.machine
+        var = m.program.entry.variables.get(name) or m.program.module.variables.get(name)
+        if name in m.param_offsets:
+            return PARAM_BASE + m.param_offsets[name]
+        if var is None:
+            raise ExecutionError(f"PTX line {line}: {name} is not declared")
+        if var.space == "shared":
+            return (self.rank << 24) + m.smem_addresses[name]
+        if var.space == "local":
+            return m.local_addresses[name]
+        return m.global_addresses[name]
+
+    def lanes_exited(self, ctx: Context) -> None:
+        if ctx.W.live.any() or any(w.live.any() for w in self.warps):
+            for bar in self.barriers.values():
+                bar.lanes_left(self)
+            return
+        self.exited = True
+        if self.tmem.allocations:
+            left = ", ".join(f"{n} columns at {c}" for c, n in sorted(self.tmem.allocations.items()))
+            ctx.report(
+                "tmem leak", f"the CTA exits with tensor memory still allocated: {left}", key=self.index
+            )
+        self.cluster.cta_exited(self, ctx)
+
+
+class Cluster:
+    """CTAs that may reach each other's shared memory."""
+
+    def __init__(self, machine: Machine, ids: list[tuple[int, int, int]]):
+        self.machine, self.size = machine, len(ids)
+        warps = -(-machine.threads // 32) * len(ids)
+        self.columns = Columns(9 * warps + 160 * len(ids) + 8)
+        self.arrived: list[tuple[Context, np.ndarray]] = []
+        self.waiting: list[Context] = []
+        self.phase = 0
+        self.sync_payload = self.columns.payload()
+        self.sync_done = self.columns.payload()
+        self.ctas = [Cta(self, rank, i) for rank, i in enumerate(ids)]
+        for cta in self.ctas:
+            cta.start()
+
+    def cta_exited(self, cta: Cta, ctx: Context) -> None:
+        self.release_if_complete()
+
+    def _outstanding(self) -> int:
+        live = sum(int(w.live.sum()) for cta in self.ctas for w in cta.warps)
+        return live - sum(int((mask & c.W.live).sum()) for c, mask in self.arrived)
+
+    def missing(self) -> str:
+        return f"{self._outstanding()} threads of the cluster have not arrived"
+
+    def release_if_complete(self) -> None:
+        """Complete the cluster barrier's phase once every live thread has arrived."""
+        if not self.arrived or self._outstanding():
+            return
+        np.maximum(self.sync_done, self.sync_payload, out=self.sync_done)
+        self.phase += 1
+        self.arrived = []
+        waiting, self.waiting = self.waiting, []
+        for c in waiting:
+            self.machine.wake(c)
+
+
+class Machine:
+    """One launch in execution."""
+
+    def __init__(self, program: Program, grid, block, cluster, dynamic_smem: int, params: bytes, schedule: Schedule,
+                 device, registers: int | None):  # fmt: skip
+        self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
+        self.device = device
+        self.params = params
+        self.dynamic_smem = dynamic_smem
+        self.threads = block[0] * block[1] * block[2]
+        self.schedule, self.rng = schedule, schedule.rng()
+        self.early, self.late = schedule.mode == "early", schedule.mode == "late"
+        self.sm_count = device.sm_count
+        self.log = FindingLog()
+        self.ready: deque[Context] = deque()
+        self.queues: dict[object, deque[Callable[[], None]]] = {}
+        self.jobs = 0
+        self.serial = 0
+        self.steps = 0
+        self.max_steps = 50_000_000
+        self.trace = None
+        self.running: Context | None = None
+        self.registers = registers or self._register_guess()
+        self.param_offsets = {p.name: p.address for p in program.entry.params}
+        self.unordered_cta_accesses: dict = {}
+        self._lay_out_memory()
+        cx, cy, cz = cluster
+        gx, gy, gz = grid
+        self.pending = deque(
+            [
+                [
+                    (x * cx + i, y * cy + j, z * cz + k)
+                    for k in range(cz)
+                    for j in range(cy)
+                    for i in range(cx)
+                ]
+                for z in range(gz // cz)
+                for y in range(gy // cy)
+                for x in range(gx // cx)
+            ]
+        )
+        self.clusters: list[Cluster] = []
+        self.block_counts: dict[int, np.ndarray] = {}
+
+    def _register_guess(self) -> int:
+        """Registers a thread at launch when ptxas's count is not known: the file divided over the threads."""
+        return min(255, 65536 // max(self.threads, 1) // 8 * 8)
+
+    def _lay_out_memory(self) -> None:
+        program = self.program
+        variables = {**program.module.variables, **program.entry.variables}
+        self.smem_addresses: dict[str, int] = {}
+        self.local_addresses: dict[str, int] = {}
+        self.global_addresses: dict[str, int] = {}
+        self.smem_names: list[tuple[int, int, str]] = []
+        offset, local = SHARED_BASE, 0
+        used = self._used_symbols()
+        for var in variables.values():
+            if var.name not in used:
+                continue
+            if var.space == "shared" and var.size:
+                offset = -(-offset // var.align) * var.align
+                self.smem_addresses[var.name] = offset
+                self.smem_names.append((offset, var.size, var.name))
+                offset += var.size
+            elif var.space == "local":
+                local = -(-local // var.align) * var.align
+                self.local_addresses[var.name] = local
+                local += var.size
+            elif var.space in ("global", "const"):
+                raw = np.zeros(max(var.size, 1), np.uint8)
+                raw[: len(var.init)] = np.frombuffer(var.init, np.uint8)
+                buf = self.device.memory.add(raw, (np.uint8, raw.shape, "numpy"), var.name)
+                self.global_addresses[var.name] = buf.address
+        dynamic = [v for v in variables.values() if v.space == "shared" and not v.size and v.name in used]
+        for var in dynamic:
+            start = -(-offset // max(var.align, 16)) * max(var.align, 16)
+            self.smem_addresses[var.name] = start
+            self.smem_names.append((start, 0, var.name))
+        start = max([offset, *(self.smem_addresses[v.name] for v in dynamic)])
+        self.smem_end = start + self.dynamic_smem
+        self.local_size = local
+        if self.smem_end - SHARED_BASE > 232448:
+            raise LaunchError(
+                f"{self.smem_end - SHARED_BASE} bytes of shared memory; a CTA can have at most 232448 (227 KiB)"
+            )
+        if self.dynamic_smem and not dynamic:
+            pass  # the kernel simply does not use it
+
+    def _used_symbols(self) -> set[str]:
+        from .parser import Mem, Sym
+
+        used = set()
+        for ins in self.program.instrs:
+            for o in ins.operands:
+                base = o.base if isinstance(o, Mem) else o
+                if isinstance(base, Sym):
+                    used.add(base.name)
+        return used
+
+    def source(self, ins: Instr) -> str:
+        if not ins.loc:
+            return ""
+        files = self.program.module.files
+
+        def one(k: int, line: int) -> str:
+            return f"{files.get(k, '?').rsplit('/', 1)[-1]}:{line}"
+
+        inner = one(*ins.loc[:2])
+        return f"{one(*ins.loc[2:4])} ({inner})" if len(ins.loc) > 2 else inner
+
+    def unsupported(self, ctx: Context, detail: str) -> None:
+        """Stop at something outside the model."""
+        ins = self.program.instrs[ctx.at]
+        raise UnsupportedInstruction(ins.opcode, ins.line, detail)
+
+    # ---- asynchronous jobs
+
+    def post(self, queue: object, job: Callable[[], None]) -> None:
+        """Hand work to an asynchronous agent; jobs of one queue keep their order."""
+        if self.early:
+            job()
+            return
+        self.queues.setdefault(queue, deque()).append(job)
+        self.jobs += 1
+
+    def drain(self, queue: object) -> None:
+        """Complete everything a queue holds."""
+        jobs = self.queues.pop(queue, None)
+        while jobs:
+            self.jobs -= 1
+            jobs.popleft()()
+
+    def advance(self) -> None:
+        """Let one agent complete one job."""
+        if not self.queues:
+            return
+        key = next(iter(self.queues)) if self.late else self.rng.choice(list(self.queues))
+        jobs = self.queues.pop(key)
+        job = jobs.popleft()
+        if jobs:
+            self.queues[key] = jobs  # at the end: agents take turns
+        self.jobs -= 1
+        job()
+
+    # ---- scheduling
+
+    def current(self, warp: Warp) -> Context | None:
+        """The context of `warp` that executes right now."""
+        return self.running if self.running is not None and self.running.W is warp else None
+
+    def wake(self, ctx: Context) -> None:
+        ctx.state, ctx.wait = "ready", None
+        self.ready.append(ctx)
+
+    def run(self) -> None:
+        """Execute the launch to its end, or until nothing can move."""
+        with np.errstate(all="ignore"):
+            while True:
+                if self.ready:
+                    self._run_one()
+                elif self.jobs:
+                    self.advance()
+                elif not self._unstick() and not self._start_cluster():
+                    break
+        live = [c for cl in self.clusters for cta in cl.ctas for w in cta.warps for c in w.contexts]
+        if live:
+            self._deadlock(live)
+        for cl in self.clusters:
+            self._collect(cl)
+
+    def _run_one(self) -> None:
+        if self.schedule.mode == "random":
+            if self.jobs and self.rng.random() < 0.5:
+                self.advance()
+            self.ready.rotate(self.rng.randrange(len(self.ready)))
+            quantum = self.rng.choice((1, 3, 10, 40))
+        else:
+            quantum = _QUANTUM
+        ctx = self.ready.popleft()
+        if ctx.state == "ready":
+            self._execute(ctx, quantum)
+
+    def _execute(self, ctx: Context, quantum: int) -> None:
+        warp = ctx.W
+        program, R = self.program, warp.R
+        functions = program.full if ctx.full else program.masked
+        counts, end, join, pc = warp.counts, program.end, ctx.join_pc, ctx.pc
+        start = quantum
+        self.running = ctx
+        while True:
+            if pc == join:
+                ctx.pc = pc
+                ctx.arrive_join()
+                break
+            if pc == end:
+                ctx.exit()
+                break
+            if not quantum:
+                ctx.pc = pc
+                self.ready.append(ctx)
+                if not self.early:
+                    self.advance()
+                if self.steps > self.max_steps:
+                    raise ExecutionError(f"no end after {self.max_steps} blocks: {ctx!r} still runs")
+                break
+            quantum -= 1
+            ctx.pc = pc
+            counts[pc] += 1
+            after = functions[pc](ctx, R, warp)
+            if after < 0:
+                if after == -1:
+                    counts[pc] -= 1
+                    if ctx.state == "ready":  # a spurious miss, not a wait
+                        self.ready.append(ctx)
+                elif after == -2:
+                    self.ready.append(ctx)
+                break
+            pc = after
+        self.running = None
+        self.steps += start - quantum
+
+    def _unstick(self) -> bool:
+        """Nothing runs: give up soft waits, then release lanes that wait for others of their warp."""
+        blocked = [c for cl in self.clusters for cta in cl.ctas for w in cta.warps for c in w.contexts]
+        soft = [c for c in blocked if c.state == "blocked" and c.wait is not None and c.wait.soft]
+        if soft and self.soft_misses < 200:
+            self.soft_misses += 1
+            for c in soft:
+                c.give_up = True
+                self.wake(c)
+            return True
+        for c in blocked:
+            if c.state == "join":
+                join = c.joins[-1]
+                group, join.waiting = join.waiting, []
+                for x in group:
+                    join.expected = join.expected & ~x.mask
+                    x.joins = x.joins[:-1]
+                    x.set_mask(x.mask)
+                    self.wake(x)
+                return True
+        return False
+
+    soft_misses = 0
+
+    def progress(self) -> None:
+        """Something changed that a polling lane could see."""
+        self.soft_misses = 0
+
+    def _start_cluster(self) -> bool:
+        if not self.pending:
+            return False
+        for cl in [c for c in self.clusters if all(cta.exited for cta in c.ctas)]:
+            self._collect(cl)
+            self.clusters.remove(cl)
+        self.clusters.append(Cluster(self, self.pending.popleft()))
+        return True
+
+    def _collect(self, cluster: Cluster) -> None:
+        for cta in cluster.ctas:
+            for w in cta.warps:
+                counts = np.array(w.counts, np.int64)
+                if w.index in self.block_counts:
+                    self.block_counts[w.index] += counts
+                else:
+                    self.block_counts[w.index] = counts
+
+    def _deadlock(self, live: list[Context]) -> None:
+        lines = []
+        for c in live:
+            if c.wait is not None:
+                text = c.wait.text() if callable(c.wait.text) else c.wait.text
+                lines.append(f"{c!r} waits {text}")
+            elif c.state == "join":
+                lines.append(f"{c!r} waits for the other lanes of its warp")
+        first = next((c for c in live if c.state == "blocked"), live[0])
+        ins = self.program.instrs[first.at]
+        where = Where(ins.line, ins.opcode, self.source(ins), first.cta.index, first.W.index)
+        self.log.add("deadlock", ERROR, "nothing can move: " + "; ".join(lines), where)

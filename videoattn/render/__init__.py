@@ -1,0 +1,1 @@
+"""From a prompt to a clip: jobs, models, recipes, the encoded file."""

@@ -1,0 +1,82 @@
+"""What a clip says about itself: settings, seed, versions and receipt as JSON in the mp4."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from videoattn.render.errors import RenderError, UsageError
+from videoattn.render.job import RenderJob
+from videoattn.version import __version__
+
+PACKAGES = ("torch", "diffusers", "transformers", "av")
+SCHEMA = 1
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that shape a clip."""
+    found = {"videoattn": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def describe(job: RenderJob, *, device: str, receipt: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    """Everything recorded with a clip; the same for every run of one job on one machine."""
+    return {
+        "videoattn": SCHEMA,
+        "job": job.model_dump(mode="json"),
+        **{name: value for name, value in more.items() if value is not None},
+        "device": device,
+        "versions": versions(),
+        "receipt": receipt,
+    }
+
+
+def tags(description: dict[str, Any]) -> dict[str, str]:
+    """The mp4 tags that carry a description."""
+    return {
+        "title": description["job"]["prompt"][:200],
+        "comment": json.dumps(description, ensure_ascii=False, separators=(",", ":")),
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The description inside a clip.
+
+    Raises UsageError if there is no such file, RenderError if it is no video or was not made here.
+    """
+    import av
+    import av.error
+
+    if not path.is_file():
+        raise UsageError(f"no such clip: {path}")
+    try:
+        with av.open(str(path)) as container:
+            comment = container.metadata.get("comment", "")
+    except (av.error.FFmpegError, OSError) as error:
+        raise RenderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        description = json.loads(comment)
+    except json.JSONDecodeError:
+        description = None
+    if not isinstance(description, dict) or "job" not in description or "videoattn" not in description:
+        raise RenderError(f"{path} carries no settings: it was not rendered by videoattn")
+    if description["videoattn"] > SCHEMA:
+        raise RenderError(f"{path} was rendered by a newer videoattn: update this one to read it")
+    return description
+
+
+def read_job(path: Path) -> RenderJob:
+    """The job that a clip was rendered from, as `read` finds it."""
+    try:
+        return RenderJob.parse(read(path)["job"])
+    except UsageError as error:
+        if path.is_file():
+            raise RenderError(f"the settings in {path} do not fit this version: {error}") from None
+        raise

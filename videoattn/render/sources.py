@@ -1,0 +1,227 @@
+"""Where a model comes from (demo, folder, hub id, single file) and what its configs say it can do."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from pathlib import Path
+from typing import Any, Literal
+
+from videoattn.render.errors import RenderError, UsageError
+from videoattn.render.job import RenderJob
+from videoattn.render.sizes import Grid
+
+Family = Literal["ltx", "ltx2"]
+Generation = Literal["0.9", "2.0", "2.3", "2.5"]
+FAMILIES: dict[str, Family] = {
+    "LTXVideoTransformer3DModel": "ltx",
+    "LTX2VideoTransformer3DModel": "ltx2",
+}
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+CONFIG_FILES = ["model_index.json", "*/config.json", "*/*_config.json"]
+# LTXPipeline and LTX2Pipeline refuse sizes that 32 does not divide, whatever the VAE.
+PIPELINE_PIXELS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A place to load a pipeline from.
+
+    `folder` is in `from_pretrained` layout; for a hub model it may hold nothing but the configs yet.
+    `checkpoint` is the single file whose weights take the place of the folder's.
+    """
+
+    label: str
+    folder: Path
+    hub_id: str | None = None
+    revision: str | None = None
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model can make, from its configs; heads are `(number, head_dim)`."""
+
+    family: Family
+    generation: Generation
+    grid: Grid
+    sound: bool
+    timestep_conditioned: bool
+    layers: int
+    video_heads: tuple[int, int] = (32, 128)
+    audio_heads: tuple[int, int] = (32, 64)
+
+    @property
+    def name(self) -> str:
+        """The model as the field calls it."""
+        return "LTX-Video 0.9.x" if self.family == "ltx" else f"LTX-{self.generation}"
+
+
+def find(job: RenderJob, *, local_files_only: bool = False) -> Source:
+    """The source that `job.model` names, hub configs fetched; no weights are read.
+
+    Raises UsageError when there is no such model, RenderError when the hub can't be reached.
+    """
+    text = job.model
+    if text == "demo":
+        from videoattn import demo
+
+        return Source("demo", Path(demo.weights_path()))
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return Source(text, path)
+    if path.suffix in {".ckpt", ".pt", ".pth", ".bin"}:
+        raise UsageError(f"cannot load {text}: weights must be safetensors, pickled files can run code")
+    if path.suffix == ".safetensors":
+        return _single_file(job, path, local_files_only)
+    if HUB_ID.match(text):
+        return _hub(text, job.revision, local_files_only)
+    raise UsageError(
+        f"unknown model '{text}': give demo, an existing folder, a .safetensors file or a hub id such as "
+        "Lightricks/LTX-2"
+    )
+
+
+def _single_file(job: RenderJob, path: Path, local_files_only: bool) -> Source:
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    components = job.components or _usual_components(path)
+    rest = Path(components).expanduser()
+    if rest.is_dir():
+        return Source(job.model, rest, checkpoint=path)
+    if not HUB_ID.match(components):
+        raise UsageError(f"--components {components}: no such folder, and no hub id")
+    hub = _hub(components, None, local_files_only)
+    return Source(job.model, hub.folder, hub.hub_id, checkpoint=path)
+
+
+def _usual_components(path: Path) -> str:
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+
+    from videoattn.render.weights import open_checkpoint
+
+    tensors = open_checkpoint(path)
+    repository = fetch_diffusers_config(tensors)["pretrained_model_name_or_path"]
+    if "LTX" not in repository:
+        raise UsageError(
+            f"{path} does not look like an LTX checkpoint: if it is one, name the folder with the other "
+            "parts by --components"
+        )
+    return repository
+
+
+def _hub(hub_id: str, revision: str | None, local_files_only: bool) -> Source:
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(hub_id):
+        folder = snapshot_download(
+            hub_id, revision=revision, allow_patterns=CONFIG_FILES, local_files_only=local_files_only
+        )
+    if not (Path(folder) / "model_index.json").is_file():
+        raise UsageError(f"{hub_id} is not in diffusers layout: it has no model_index.json")
+    return Source(hub_id, Path(folder), hub_id, revision)
+
+
+class hub_errors:
+    """Turns the hub's exceptions into one clear line each."""
+
+    def __init__(self, hub_id: str) -> None:
+        self._hub_id = hub_id
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return
+        from huggingface_hub import errors
+
+        name = self._hub_id
+        if isinstance(error, errors.GatedRepoError):
+            raise RenderError(
+                f"{name} is gated: accept its terms on huggingface.co and log in with `hf auth login`"
+            ) from None
+        if isinstance(error, errors.RevisionNotFoundError):
+            raise UsageError(f"{name} has no such revision") from None
+        if isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
+            raise UsageError(
+                f"unknown model '{name}': there is no such folder here and no such hub model"
+            ) from None
+        if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+            raise UsageError(
+                f"unknown model '{name}': there is no such folder here, and it is not in the local hub cache "
+                "while the hub is off or out of reach"
+            ) from None
+        if isinstance(error, (errors.HfHubHTTPError, ConnectionError, TimeoutError)):
+            raise RenderError(f"cannot reach the hub for {name}: {first_line(error)}") from None
+
+
+def describe(source: Source) -> ModelInfo:
+    """What the model at `source` can make; reads configs only."""
+    return _describe(source.folder)
+
+
+@lru_cache(maxsize=32)
+def _describe(folder: Path) -> ModelInfo:
+    index = _json(
+        folder / "model_index.json", f"{folder} is no diffusers pipeline: it has no model_index.json"
+    )
+    transformer_class = (index.get("transformer") or [None, None])[1]
+    family = FAMILIES.get(str(transformer_class))
+    if family is None:
+        raise UsageError(
+            f"{folder} holds {index.get('_class_name', 'an unknown pipeline')}: videoattn renders "
+            "LTX-Video and LTX-2.x"
+        )
+    transformer = _json(folder / "transformer" / "config.json", f"{folder} lacks transformer/config.json")
+    vae = _json(folder / "vae" / "config.json", f"{folder} lacks vae/config.json")
+    if transformer.get("patch_size_t", 1) > 1:
+        raise UsageError(
+            f"{folder}: a transformer that groups frames (patch_size_t above 1) is not supported"
+        )
+    space, span = _compression(vae)
+    grid = Grid(lcm(PIPELINE_PIXELS, space * transformer.get("patch_size", 1)), span)
+    return ModelInfo(
+        family,
+        _generation(family, transformer),
+        grid,
+        family == "ltx2" and (index.get("vocoder") or [None])[0] is not None,
+        bool(vae.get("timestep_conditioning", False)),
+        int(transformer.get("num_layers", 0)),
+        (transformer.get("num_attention_heads", 32), transformer.get("attention_head_dim", 64)),
+        (transformer.get("audio_num_attention_heads", 32), transformer.get("audio_attention_head_dim", 64)),
+    )
+
+
+def _generation(family: Family, config: dict[str, Any]) -> Generation:
+    if family == "ltx":
+        return "0.9"
+    if not config.get("ff_bias", True) or config.get("use_keyframes_abs_pos_embedding", False):
+        return "2.5"
+    return "2.3" if config.get("perturbed_attn", False) else "2.0"
+
+
+def _compression(config: dict[str, Any]) -> tuple[int, int]:
+    """A VAE's compression in space and time, derived as AutoencoderKLLTXVideo does."""
+    scaling = config.get("spatio_temporal_scaling", (True, True, True, True))
+    halvings = sum(scaling) if isinstance(scaling, (list, tuple)) else 0
+    space = config.get("spatial_compression_ratio") or config.get("patch_size", 4) * 2**halvings
+    span = config.get("temporal_compression_ratio") or config.get("patch_size_t", 1) * 2**halvings
+    return int(space), int(span)
+
+
+def _json(path: Path, missing: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise UsageError(missing)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RenderError(f"cannot load {path}: it is no JSON ({first_line(error)})") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
