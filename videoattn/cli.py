@@ -26,6 +26,7 @@ app = App(
     version=__version__,
     help="Render video with LTX transformers and hand-written attention kernels.",
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,
 )
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -90,6 +91,11 @@ def render(
         f"frames, {work(resolved)}, seed {resolved.seed}",
         markup=False,
     )
+
+    if arms or job.attention != "auto":
+        from videoattn.render.devices import pick_device, require_kernels
+
+        require_kernels(prepared, pick_device(device), arms)
 
     from videoattn.render import models
     from videoattn.render.progress import Terminal
@@ -192,9 +198,9 @@ def _warn(text: str) -> None:
     err.print(f"warning: {text}", style="yellow", markup=False)
 
 
-def _complain(text: str) -> None:
+def _complain(name: str, text: str) -> None:
     line = " ".join(text.split())
-    err.print(f"videoattn: {line}", style="red", markup=False)
+    err.print(f"{name}: {line}", style="red", markup=False)
 
 
 def _usage_message(error: CycloptsError) -> str:
@@ -212,30 +218,37 @@ def _on_terminate(number: int, frame: Any) -> None:
     raise _Terminated
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns 0, 1 for a failure, 2 for bad usage, 130 after Ctrl-C, 143 after SIGTERM."""
+def guarded(command: App, tokens: list[str], name: str) -> int:
+    """Run a cyclopts app whose failures become one line each, after `name`.
+
+    Returns 0, 1 for a failure, 2 for bad usage, 130 after Ctrl-C, 143 after SIGTERM.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     # With another busy process beside it, OpenMP's spinning threads make a CPU render several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     previous = signal.signal(signal.SIGTERM, _on_terminate)
     try:
-        tokens = sys.argv[1:] if arguments is None else arguments
-        returned = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        returned = command(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         return returned if isinstance(returned, int) else 0
     except CycloptsError as error:
-        _complain(_usage_message(error))
+        _complain(name, _usage_message(error))
         return USAGE
     except (UsageError, RenderError) as error:
-        _complain(str(error))
+        _complain(name, str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("interrupted, nothing was written")
+        _complain(name, "interrupted, nothing was written")
         return INTERRUPTED
     except _Terminated:
-        _complain("terminated, nothing was written")
+        _complain(name, "terminated, nothing was written")
         return TERMINATED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit status, as `guarded` says."""
+    return guarded(app, sys.argv[1:] if arguments is None else arguments, "videoattn")

@@ -7,9 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from videoattn.kernels import library
+from videoattn.kernels import abi, library, plan
 from videoattn.kernels.native import fill_call
-from videoattn.kernels.plan import plan
 from videoattn.kernels.ptxas import compile_ptx
 from videoattn.ptxsim import Device, Module, Report, Schedule, TensorMap
 
@@ -21,8 +20,45 @@ LAUNCH_REGISTERS = 128
 
 
 @lru_cache(maxsize=4)
-def module(arch: int, defines: tuple[str, ...] = ()) -> Module:
-    return Module.from_file(compile_ptx(SOURCE, f"sm_{arch}a", defines))
+def module(arch: int, source: str = "blackwell/attention.cu") -> Module:
+    return Module.from_file(compile_ptx(library.SOURCES / source, f"sm_{arch}a"))
+
+
+def planned(function, call: abi.Call) -> abi.Plan:
+    """What a planner's function makes of a call; the merge's grid is 0 where the keys are not split."""
+    made, text = abi.Plan(), ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    status = function(ctypes.byref(call), ctypes.byref(made), text, abi.MESSAGE_BYTES)
+    assert status == abi.OK, text.value
+    return made
+
+
+def launch(device: Device, made: abi.Plan, code: Module, schedule: Schedule | None) -> Report:
+    maps = [
+        TensorMap(
+            m.address,
+            dtype=ELEMENTS[m.dtype],
+            dims=m.dims[: m.rank],
+            strides=m.byte_strides[: m.rank - 1],
+            box=m.box[: m.rank],
+            swizzle=SWIZZLES[m.swizzle],
+            l2_promotion=PROMOTIONS[m.l2_promotion],
+        )
+        for m in made.maps[: made.num_maps]
+    ]
+    arguments = [
+        maps[p.tensor_map] if p.tensor_map >= 0 else bytes(made.args[p.offset : p.offset + p.bytes])
+        for p in made.params[: made.num_params]
+    ]
+    return device.launch(
+        code.entry(made.kernel.decode()),
+        grid=tuple(made.grid),
+        block=tuple(made.block),
+        cluster=tuple(made.cluster),
+        dynamic_smem=made.dynamic_smem,
+        args=arguments,
+        schedule=schedule,
+        registers=LAUNCH_REGISTERS,
+    )
 
 
 def simulate(
@@ -38,8 +74,12 @@ def simulate(
     schedule: Schedule | None = None,
     code: Module | None = None,
     planner: ctypes.CDLL | None = None,
+    splits: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Report]:
-    """Output, LSE and the simulator's report of one launch of BSHD tensors; output and LSE start as NaN."""
+    """Output, LSE and the simulator's report of one call of BSHD tensors; what is written starts as NaN.
+
+    Where the keys are split, the merging kernel runs too; its findings join the report.
+    """
     device = Device(f"sm_{arch}a")
     buffers = {}
 
@@ -66,6 +106,8 @@ def simulate(
         lse=sums,
         arch=arch,
         grid=grid,
+        splits=splits,
+        num_sms=grid,
     )
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
         getattr(call, name).data = address(tensor)
@@ -74,31 +116,12 @@ def simulate(
     if kv_lengths is not None:
         call.kv_lengths = address(kv_lengths)
 
-    planned = plan(call, planner)
-    maps = [
-        TensorMap(
-            m.address,
-            dtype=ELEMENTS[m.dtype],
-            dims=m.dims[: m.rank],
-            strides=m.byte_strides[: m.rank - 1],
-            box=m.box[: m.rank],
-            swizzle=SWIZZLES[m.swizzle],
-            l2_promotion=PROMOTIONS[m.l2_promotion],
-        )
-        for m in planned.maps[: planned.num_maps]
-    ]
-    arguments = [
-        maps[p.tensor_map] if p.tensor_map >= 0 else bytes(planned.args[p.offset : p.offset + p.bytes])
-        for p in planned.params[: planned.num_params]
-    ]
-    report = device.launch(
-        (code or module(arch)).entry(planned.kernel.decode()),
-        grid=tuple(planned.grid),
-        block=tuple(planned.block),
-        cluster=tuple(planned.cluster),
-        dynamic_smem=planned.dynamic_smem,
-        args=arguments,
-        schedule=schedule,
-        registers=LAUNCH_REGISTERS,
-    )
+    planner = planner or plan.load()
+    if count := planner.videoattn_workspace_bytes(ctypes.byref(call)):
+        call.workspace = address(torch.full((count // 4,), float("nan")))
+    report = launch(device, planned(planner.videoattn_plan, call), code or module(arch), schedule)
+    merge = planned(planner.videoattn_plan_merge, call)
+    if merge.grid[0]:
+        merging = module(arch, source="common/merge.cu")
+        report.findings += launch(device, merge, merging, schedule).findings
     return download(out), None if sums is None else download(sums), report

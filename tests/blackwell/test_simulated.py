@@ -106,6 +106,32 @@ def test_fused_qkv_is_read_in_place():
     check(q, k, v, grid=3, schedule="random:4")
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, FP16)])
+def test_split_keys(head_dim, dtype):
+    """Short q over many keys: parts of the keys side by side, merged in a fixed order."""
+    check(*operands(1, 130, 600, 2, head_dim, dtype), splits=3, grid=3, schedule="random:6")
+
+
+def test_split_keys_with_lengths():
+    """Parts without a key add nothing; nor does an entry without any."""
+    q, k, v = operands(3, 64, 400, 1, 64)
+    lengths = torch.tensor([0, 100, 390], dtype=torch.int32)
+    for b, n in enumerate(lengths.tolist()):
+        k[b, n:] = v[b, n:] = float("nan")
+    out, _ = check(q, k, v, kv_lengths=lengths, splits=4, grid=2, schedule="late")
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+
+
+@pytest.mark.parametrize("key", [5, 14])
+def test_nan_is_not_swallowed(key):
+    """NaN in a valid key reaches every row, by the hardware exponential (column 5) and by the software one (14)."""
+    q, k, v = operands(1, 64, 64, 1, 64)
+    k[0, key] = float("nan")
+    out, _, report = simulate(q, k, v)
+    assert not report.findings, str(report)
+    assert not out.isfinite().any()
+
+
 def test_scale_is_an_argument():
     check(*operands(1, 128, 128, 1, 64), scale=0.3)
 

@@ -46,6 +46,7 @@ class Core:
         self.W, self.cta, self.machine = warp, warp.cta, warp.cta.machine
         self.pc, self.clock, self.joins = pc, clock, joins
         self.at = 0
+        self.last_event = None
         self.state = "ready"
         self.wait: Wait | None = None
         self.spurious: set[int] = set()
@@ -73,6 +74,11 @@ class Core:
     def strict(self, kind: str, message: str, key: object = None) -> None:
         self.report(kind, message, STRICT, key)
 
+    def say(self, text: str) -> None:
+        """Add words to this instruction's event, when a trace is kept."""
+        if self.last_event is not None and self.machine.trace is not None:
+            self.last_event.text = text
+
     # ---- happens-before
 
     def release(self) -> np.ndarray:
@@ -84,7 +90,9 @@ class Core:
         return self.clock[:3].copy()
 
     def issue_payload(self) -> np.ndarray:
-        """What an asynchronous operation issued now inherits: everything before it but this warp's own accesses."""
+        """What an asynchronous operation issued now inherits: everything before it but this warp's own
+        accesses.
+        """
         payload = self.clock[:3].copy()
         payload[:, self.W.column] = 0
         return payload

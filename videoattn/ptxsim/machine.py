@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from .codegen import PARAM_BASE
 from .context import Context
+from .core import Core
 from .errors import ExecutionError, LaunchError, UnsupportedInstruction
 from .findings import ERROR, FindingLog, Where
 from .hb import Columns
 from .memory import SHARED_BASE, SharedMemory
-from .parser import Instr
+from .ops_barrier import NamedBarrier
 from .poison import PoisonRegister
 from .program import Program
+from .ptx import Instr
 from .schedule import Schedule
 from .tmem import TensorMemory
+from .trace import Trace
 
 _QUANTUM = 4000
 
@@ -118,7 +122,7 @@ class Cta:
         self.tmem = TensorMemory()
         self.tmem_group = 0
         self.symbols: dict = {}
-        self.barriers: dict[int, object] = {}
+        self.barriers: dict[int, NamedBarrier] = {}
         self.sync_points: dict = {}
         self.register_pool = 0
         self.warps: list[Warp] = []
@@ -165,8 +169,8 @@ class Cluster:
         self.machine, self.size = machine, len(ids)
         warps = -(-machine.threads // 32) * len(ids)
         self.columns = Columns(9 * warps + 160 * len(ids) + 8)
-        self.arrived: list[tuple[Context, np.ndarray]] = []
-        self.waiting: list[Context] = []
+        self.arrived: list[tuple[Core, np.ndarray]] = []
+        self.waiting: list[Core] = []
         self.phase = 0
         self.sync_payload = self.columns.payload()
         self.sync_done = self.columns.payload()
@@ -199,8 +203,18 @@ class Cluster:
 class Machine:
     """One launch in execution."""
 
-    def __init__(self, program: Program, grid, block, cluster, dynamic_smem: int, params: bytes, schedule: Schedule,
-                 device, registers: int | None):  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        grid,
+        block,
+        cluster,
+        dynamic_smem: int,
+        params: bytes,
+        schedule: Schedule,
+        device,
+        registers: int | None,
+    ):
         self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
         self.device = device
         self.params = params
@@ -210,13 +224,13 @@ class Machine:
         self.early, self.late = schedule.mode == "early", schedule.mode == "late"
         self.sm_count = device.sm_count
         self.log = FindingLog()
-        self.ready: deque[Context] = deque()
-        self.queues: dict[object, deque[Callable[[], None]]] = {}
+        self.ready: deque[Any] = deque()
+        self.queues: dict[object, deque[Callable[[], object]]] = {}
         self.jobs = 0
         self.serial = 0
         self.steps = 0
         self.max_steps = 50_000_000
-        self.trace = None
+        self.trace: Trace | None = None
         self.running: Context | None = None
         self.registers = registers or self._register_guess()
         self.param_offsets = {p.name: p.address for p in program.entry.params}
@@ -280,13 +294,14 @@ class Machine:
         self.local_size = local
         if self.smem_end - SHARED_BASE > 232448:
             raise LaunchError(
-                f"{self.smem_end - SHARED_BASE} bytes of shared memory; a CTA can have at most 232448 (227 KiB)"
+                f"{self.smem_end - SHARED_BASE} bytes of shared memory; "
+                "a CTA can have at most 232448 (227 KiB)"
             )
         if self.dynamic_smem and not dynamic:
             pass  # the kernel simply does not use it
 
     def _used_symbols(self) -> set[str]:
-        from .parser import Mem, Sym
+        from .ptx import Mem, Sym
 
         used = set()
         for ins in self.program.instrs:
@@ -307,15 +322,23 @@ class Machine:
         inner = one(*ins.loc[:2])
         return f"{one(*ins.loc[2:4])} ({inner})" if len(ins.loc) > 2 else inner
 
-    def unsupported(self, ctx: Context, detail: str) -> None:
+    def unsupported(self, ctx: Core, detail: str) -> None:
         """Stop at something outside the model."""
         ins = self.program.instrs[ctx.at]
         raise UnsupportedInstruction(ins.opcode, ins.line, detail)
 
     # ---- asynchronous jobs
 
-    def post(self, queue: object, job: Callable[[], None]) -> None:
+    def post(self, queue: object, job: Callable[[], object]) -> None:
         """Hand work to an asynchronous agent; jobs of one queue keep their order."""
+        if self.trace is not None:
+            trace, event, work = self.trace, self.trace.job(queue, self.running), job
+
+            def traced() -> None:
+                work()
+                trace.done(event)
+
+            job = traced
         if self.early:
             job()
             return
@@ -347,7 +370,7 @@ class Machine:
         """The context of `warp` that executes right now."""
         return self.running if self.running is not None and self.running.W is warp else None
 
-    def wake(self, ctx: Context) -> None:
+    def wake(self, ctx: Core) -> None:
         ctx.state, ctx.wait = "ready", None
         self.ready.append(ctx)
 

@@ -78,13 +78,17 @@ class MemoryOps(WarpOps):
         known = self.order_row()
         hit = shadow.uninitialised(words)
         if hit is not None:
-            self.report("uninitialised shared memory", f"ld.shared of {cta.smem.name(hit * 4)} before any write",
-                        key="uninit")  # fmt: skip
+            self.report(
+                "uninitialised shared memory",
+                f"ld.shared of {cta.smem.name(hit * 4)} before any write",
+                key="uninit",
+            )
         conflict = shadow.unordered_write(known, words)
         if conflict is not None:
             self.report(
                 "race",
-                f"ld.shared of {cta.smem.name(conflict.cell * 4)} is not ordered after {self.conflict_name(conflict)}",
+                f"ld.shared of {cta.smem.name(conflict.cell * 4)} is not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
         shadow.read(words, self.W.column, self.W.now, self.at)
@@ -117,7 +121,8 @@ class MemoryOps(WarpOps):
         if conflict is not None:
             self.report(
                 "race",
-                f"{what} to {cta.smem.name(conflict.cell * 4)} is not ordered after {self.conflict_name(conflict)}",
+                f"{what} to {cta.smem.name(conflict.cell * 4)} is not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
         if cta.smem.barriers:
