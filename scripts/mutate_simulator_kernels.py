@@ -2,8 +2,9 @@
 
     python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 6 --seed 1
 
-Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when a schedule
-(early, late, random) yields a finding or wrong values. Prints one table and the survivors.
+Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when one of three
+runs (late, early and random schedules, two sets of inputs) yields a finding or wrong values.
+Prints one table and the survivors.
 """
 
 from __future__ import annotations
@@ -46,10 +47,16 @@ def rising(operands, step):
 def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str, str]:
     """("finding" | "values" | "survived", what was seen)"""
     wrong = ""
-    for schedule in SCHEDULES:
+    for values, schedule in RUNS:
         try:
             outcome = run_step(
-                step, mutant.kernel, schedule=schedule, operands=operands, limit=limit, **shape
+                step,
+                mutant.kernel,
+                schedule=schedule,
+                operands=operands[values],
+                limit=limit,
+                stop=True,
+                **shape,
             )
         except UnsupportedInstruction as error:
             return "finding", f"refused: {error}"
@@ -79,13 +86,17 @@ def main() -> None:
         kernel = compile_step(step).entry(step.kernel)
         heads = 2 if step.persistent else 1
         shape = {"heads": heads, "q_len": step.q_rows_per_cta, "kv_len": args.kv_len, "ctas": 1}
-        operands = rising(inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed), step)
-        clean = run_step(step, kernel, operands=operands, **shape)
-        if not clean.passed:
-            raise SystemExit(
-                f"{step.name} is not clean to begin with: {clean.report}, error {clean.max_error}"
-            )
-        limit = max(20_000, clean.report.instructions)
+        normal = inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed)
+        operands = {"normal": normal, "rising": rising(normal, step)}
+        executed = 0
+        for values in operands.values():
+            clean = run_step(step, kernel, operands=values, **shape)
+            if not clean.passed:
+                raise SystemExit(
+                    f"{step.name} is not clean to begin with: {clean.report}, error {clean.max_error}"
+                )
+            executed = max(executed, clean.report.instructions)
+        limit = max(20_000, executed)
         for operator in args.operators.split(","):
             for mutant in mutants(kernel, operator, args.per_operator, args.seed):
                 verdict, seen = judge(step, mutant, shape, operands, limit)

@@ -192,3 +192,24 @@ def test_atomics_add_every_lane():
     report, out = run("atom.global.add.u32 %a, [%out], 3; red.global.max.u32 [%out+4], %t;", block=64)
     assert not report.findings
     assert out[:2].tolist() == [192, 63]
+
+
+def test_two_ctas_that_write_one_place_are_a_race():
+    report, _ = run("st.global.u32 [%out], %c;", grid=2)
+    assert any("two CTAs write the same place" in f.message for f in report.errors)
+
+
+def test_lanes_that_write_one_place_are_a_race():
+    body = "and.b32 %a, %l, 15; mul.wide.u32 %f, %a, 4; add.u64 %o, %out, %f; st.global.u32 [%o], %l;"
+    report, _ = run(body)
+    assert any("lanes of one st.global" in f.message for f in report.errors)
+
+
+def test_a_global_hand_over_between_warps_needs_a_barrier():
+    body = """setp.eq.u32 %p, %w, 0; @%p st.global.u32 [%out], %l; {sync}
+@!%p ld.global.u32 %a, [%out]; @!%p st.global.u32 [%o], %a;"""
+    body = body.replace("st.global.u32 [%out], %l;", "st.global.u32 [%out], %w;")
+    racy, _ = run(body.format(sync=""), block=64)
+    assert any(f.kind == "race" for f in racy.errors)
+    clean, _ = run(body.format(sync="bar.sync 0;"), block=64)
+    assert not clean.findings

@@ -167,6 +167,8 @@ class Cluster:
 
     def __init__(self, machine: Machine, ids: list[tuple[int, int, int]]):
         self.machine, self.size = machine, len(ids)
+        self.index = machine.clusters_started
+        machine.clusters_started += 1
         warps = -(-machine.threads // 32) * len(ids)
         self.columns = Columns(9 * warps + 160 * len(ids) + 8)
         self.arrived: list[tuple[Core, np.ndarray]] = []
@@ -234,7 +236,8 @@ class Machine:
         self.running: Context | None = None
         self.registers = registers or self._register_guess()
         self.param_offsets = {p.name: p.address for p in program.entry.params}
-        self.unordered_cta_accesses: dict = {}
+        self.global_shadows: dict = {}
+        self.ordered_globally = False  # atomics or releases may order CTAs of different clusters
         self._lay_out_memory()
         cx, cy, cz = cluster
         gx, gy, gz = grid
@@ -252,6 +255,7 @@ class Machine:
             ]
         )
         self.clusters: list[Cluster] = []
+        self.clusters_started = 0
         self.block_counts: dict[int, np.ndarray] = {}
 
     def _register_guess(self) -> int:
