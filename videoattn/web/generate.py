@@ -59,8 +59,8 @@ class Form:
             elem_id="model",
         )
         with gr.Row():
-            self.size = gr.Dropdown(**_sizes(self.start), label="Size", elem_id="size")
-            self.length = gr.Dropdown(**_lengths(self.start), label="Length", elem_id="length")
+            self.size = _dropdown(_sizes(self.start), "Size", "size")
+            self.length = _dropdown(_lengths(self.start), "Length", "length")
         with gr.Row():
             self.steps = gr.Slider(
                 1, 100, value=defaults.get("num_inference_steps", 30), step=1, label="Steps", elem_id="steps"
@@ -78,7 +78,7 @@ class Form:
             self.seed = gr.Textbox(
                 value=str(secrets.randbelow(2**32)), label="Seed", max_lines=1, scale=3, elem_id="seed"
             )
-            self.dice = gr.Button("🎲 Dice", scale=1, min_width=80, elem_id="dice")
+            self.dice = gr.Button("Dice", scale=1, min_width=80, elem_id="dice")
             self.again = gr.Button("Same again", scale=1, min_width=110, elem_id="same-again")
         self.fresh = gr.Checkbox(True, label="New seed after each submit", elem_id="fresh-seed")
         self.image = gr.Image(
@@ -192,8 +192,8 @@ class Form:
             self.prompt: settings.get("prompt") or "",
             self.negative: settings.get("negative_prompt") or "",
             self.model: settings["model"],
-            self.size: gr.update(**_sizes(presets) | ({"value": size} if listed else {})),
-            self.length: gr.update(**_lengths(presets) | ({"value": frames} if known else {})),
+            self.size: _update(_sizes(presets), size if listed else None),
+            self.length: _update(_lengths(presets), frames if known else None),
             self.width: None if listed else settings.get("width"),
             self.height: None if listed else settings.get("height"),
             self.frames: None if known else frames,
@@ -223,8 +223,8 @@ class Form:
         defaults = presets.defaults
         return {
             self.prompt: gr.update(placeholder=defaults.get("prompt") or "What the clip shows"),
-            self.size: gr.update(**_sizes(presets)),
-            self.length: gr.update(**_lengths(presets)),
+            self.size: _update(_sizes(presets)),
+            self.length: _update(_lengths(presets)),
             self.steps: defaults["num_inference_steps"],
             self.guidance: defaults["guidance_scale"],
             self.rate: str(defaults["frame_rate"]),
@@ -296,15 +296,26 @@ def load_clip(form: Form, path: str | None) -> dict[Any, Any]:
     return updates
 
 
-def _sizes(presets: Presets | None) -> dict[str, Any]:
+Choices = tuple[list[tuple[str, Any]], Any]
+
+
+def _sizes(presets: Presets | None) -> Choices:
     choices = presets.sizes if presets else [("the model's own", OWN_SIZE)]
-    return {"choices": choices, "value": choices[0][1]}
+    return list(choices), choices[0][1]
 
 
-def _lengths(presets: Presets | None) -> dict[str, Any]:
+def _lengths(presets: Presets | None) -> Choices:
     if presets is None:
-        return {"choices": [("the model's own", OWN_SIZE)], "value": OWN_SIZE}
-    return {"choices": presets.lengths, "value": presets.defaults["num_frames"]}
+        return [("the model's own", OWN_SIZE)], OWN_SIZE
+    return list(presets.lengths), presets.defaults["num_frames"]
+
+
+def _dropdown(choices: Choices, label: str, elem_id: str) -> gr.Dropdown:
+    return gr.Dropdown(choices[0], value=choices[1], label=label, elem_id=elem_id)
+
+
+def _update(choices: Choices, value: Any = None) -> Any:
+    return gr.update(choices=choices[0], value=choices[1] if value is None else value)
 
 
 def _parse_size(value: Any) -> tuple[int | None, int | None]:

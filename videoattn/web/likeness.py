@@ -56,7 +56,9 @@ def measure(a: Path | None, b: Path | None) -> Likeness:
             continue
         pair = [torch.from_numpy(frame).permute(2, 0, 1)[None].float() for frame in (left, right)]
         errors.append(float(torch.mean((pair[0] - pair[1]) ** 2)))
-        similarities.append(float(structural_similarity_index_measure(pair[0], pair[1], data_range=255.0)))
+        similarity = structural_similarity_index_measure(pair[0], pair[1], data_range=255.0)
+        assert isinstance(similarity, torch.Tensor)
+        similarities.append(float(similarity))
         places.append(number)
     worst = int(np.argmax(errors))
     return Likeness(

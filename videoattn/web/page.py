@@ -24,7 +24,7 @@ def build(actions: Actions) -> gr.Blocks:
         gr.HTML('<h1 class="va-title">videoattn</h1>', js_on_load=None)
         with gr.Tabs(selected="generate", elem_id="tabs") as tabs:
             with gr.Tab("Generate", id="generate", render_children=True):
-                form = _generate(actions)
+                form = _generate(actions, blocks)
             with gr.Tab("Queue", id="queue"):
                 queue.build(actions)
             with gr.Tab("Gallery", id="gallery"):
@@ -59,7 +59,7 @@ def head() -> str:
     return f'<meta name="viewport" content="width=device-width, initial-scale=1">{scripts}'
 
 
-def _generate(actions: Actions) -> generate.Form:
+def _generate(actions: Actions, blocks: gr.Blocks) -> generate.Form:
     with gr.Row(elem_classes="va-columns"):
         with gr.Column(scale=3, min_width=320):
             form = generate.Form(actions)
@@ -108,7 +108,7 @@ def _generate(actions: Actions) -> generate.Form:
         form.frames, form.recipe, form.rate, *form.knobs,
     ]  # fmt: skip
     gr.on(
-        [each.change for each in weighing],
+        [blocks.load, *(each.change for each in weighing)],
         lambda *values: generate.estimate(form, *values),
         inputs=form.inputs,
         outputs=expected,
