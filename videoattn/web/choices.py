@@ -11,7 +11,7 @@ from typing import Any
 from videoattn.render import sources
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
-from videoattn.render.settings import GUIDED, SIZES
+from videoattn.render.settings import GUIDED, KNOBS, SIZES
 from videoattn.render.sizes import Grid
 from videoattn.render.sources import HUB_ID, ModelInfo
 
@@ -41,6 +41,7 @@ class Presets:
     lengths: list[tuple[str, int]]
     defaults: dict[str, Any]
     recipes: tuple[str, ...]
+    knobs: tuple[str, ...]
     pixels: int
     frames: int
 
@@ -121,6 +122,7 @@ class Models:
             [(f"{count / rate:.1f} s ({count} frames)", count) for count in sorted(frames)],
             defaults,
             ("one-stage", "distilled") if info.family == "ltx2" else ("one-stage",),
+            KNOBS if info.family == "ltx2" else ("guidance_scale", "guidance_rescale"),
             info.grid.pixels,
             info.grid.frames,
         )

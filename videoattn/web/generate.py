@@ -12,13 +12,13 @@ import gradio as gr
 from videoattn.batch.view import duration
 from videoattn.kernels import NAMES
 from videoattn.render.errors import RenderError, UsageError
+from videoattn.render.settings import KNOBS as ALL_KNOBS
 from videoattn.web import text, uploads
 from videoattn.web.actions import REFUSALS, Actions
 from videoattn.web.choices import Presets
 from videoattn.web.limits import MAX_CLIPS_AT_ONCE, MAX_PROMPT
 
-GUIDANCE = ("stg_scale", "modality_scale", "guidance_rescale")
-SOUND = ("audio_guidance_scale", "audio_stg_scale", "audio_modality_scale", "audio_guidance_rescale")
+KNOBS = ALL_KNOBS[1:]
 # Settings beyond the form's own fields that a clip may bring along; they are kept beside the form.
 CARRIED = ("revision", "components", "upsampler", "spatio_temporal_guidance_blocks", "decode_timestep")
 OWN_SIZE = "own"
@@ -102,9 +102,9 @@ class Form:
                 1, MAX_CLIPS_AT_ONCE, value=1, step=1, label="Clips, with consecutive seeds", elem_id="clips"
             )
             with gr.Row():
-                self.width = gr.Number(None, label="Own width", precision=0, elem_id="own-width")
-                self.height = gr.Number(None, label="Own height", precision=0, elem_id="own-height")
-                self.frames = gr.Number(None, label="Own frames", precision=0, elem_id="own-frames")
+                self.width = _blank("Own width", "the preset", "own-width")
+                self.height = _blank("Own height", "the preset", "own-height")
+                self.frames = _blank("Own frames", "the preset", "own-frames")
             self.rate = gr.Textbox(
                 value=str(defaults.get("frame_rate", 24)), label="Frames a second", elem_id="frame-rate"
             )
@@ -115,8 +115,13 @@ class Form:
                 elem_id="recipe",
             )
             self.knobs = [
-                gr.Number(None, label=name.replace("_", " ").capitalize(), placeholder="the model's own")
-                for name in (*GUIDANCE, *SOUND)
+                _blank(
+                    name.replace("_", " ").capitalize(),
+                    "the model's own",
+                    name.replace("_", "-"),
+                    visible=self.start is None or name in self.start.knobs,
+                )
+                for name in KNOBS
             ]
             self.lora = gr.Textbox("", label="LoRA", placeholder="SOURCE:SCALE, several with commas")
             with gr.Row():
@@ -154,16 +159,16 @@ class Form:
             "prompt": given[self.prompt] or "",
             "negative_prompt": given[self.negative] or "",
             "model": (given[self.model] or "").strip(),
-            "width": given[self.width] or width,
-            "height": given[self.height] or height,
-            "num_frames": given[self.frames] or frames,
+            "width": _typed(given[self.width]) or width,
+            "height": _typed(given[self.height]) or height,
+            "num_frames": _typed(given[self.frames]) or frames,
             "frame_rate": (given[self.rate] or "").strip() or None,
             "num_inference_steps": given[self.steps],
             "guidance_scale": given[self.guidance],
             "seed": _parse_seed(given[self.seed]),
             "attention": (given[self.attention] or "auto").strip(),
             "recipe": given[self.recipe] or "one-stage",
-            **dict(zip((*GUIDANCE, *SOUND), (given[knob] for knob in self.knobs), strict=True)),
+            **dict(zip(KNOBS, (_typed(given[knob]) for knob in self.knobs), strict=True)),
             "lora": given[self.lora] or (),
             "dtype": given[self.dtype],
             "offload": given[self.offload],
@@ -194,9 +199,9 @@ class Form:
             self.model: settings["model"],
             self.size: _update(_sizes(presets), size if listed else None),
             self.length: _update(_lengths(presets), frames if known else None),
-            self.width: None if listed else settings.get("width"),
-            self.height: None if listed else settings.get("height"),
-            self.frames: None if known else frames,
+            self.width: "" if listed else _words(settings.get("width")),
+            self.height: "" if listed else _words(settings.get("height")),
+            self.frames: "" if known else _words(frames),
             self.steps: settings.get("num_inference_steps") or presets.defaults["num_inference_steps"],
             self.guidance: _first(settings.get("guidance_scale"), presets.defaults["guidance_scale"]),
             self.seed: str(settings.get("seed", 0)),
@@ -207,7 +212,10 @@ class Form:
             self.recipe: gr.update(
                 choices=list(presets.recipes), value=settings.get("recipe") or "one-stage"
             ),
-            **dict(zip(self.knobs, (settings.get(name) for name in (*GUIDANCE, *SOUND)), strict=True)),
+            **{
+                knob: gr.update(value=_words(settings.get(name)), visible=name in presets.knobs)
+                for name, knob in zip(KNOBS, self.knobs, strict=True)
+            },
             self.lora: ", ".join(settings.get("lora") or ()),
             self.dtype: settings.get("dtype") or "auto",
             self.offload: settings.get("offload") or "none",
@@ -229,10 +237,13 @@ class Form:
             self.guidance: defaults["guidance_scale"],
             self.rate: str(defaults["frame_rate"]),
             self.recipe: gr.update(choices=list(presets.recipes), value="one-stage"),
-            self.width: None,
-            self.height: None,
-            self.frames: None,
-            **dict.fromkeys(self.knobs),
+            self.width: "",
+            self.height: "",
+            self.frames: "",
+            **{
+                knob: gr.update(value="", visible=name in presets.knobs)
+                for name, knob in zip(KNOBS, self.knobs, strict=True)
+            },
             self.carried: {},
         }
 
@@ -316,6 +327,19 @@ def _dropdown(choices: Choices, label: str, elem_id: str) -> gr.Dropdown:
 
 def _update(choices: Choices, value: Any = None) -> Any:
     return gr.update(choices=choices[0], value=choices[1] if value is None else value)
+
+
+def _blank(label: str, placeholder: str, elem_id: str, *, visible: bool = True) -> gr.Textbox:
+    """A field for a number that may stay empty, which Gradio's own number field turns into 0."""
+    return gr.Textbox("", label=label, placeholder=placeholder, max_lines=1, elem_id=elem_id, visible=visible)
+
+
+def _typed(value: Any) -> str | None:
+    return str(value if value is not None else "").strip() or None
+
+
+def _words(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def _parse_size(value: Any) -> tuple[int | None, int | None]:
