@@ -54,6 +54,7 @@ class Warp:
         self.registers = 0
         self.syncs: dict = {}
         self.phases: dict = {}
+        self.unsynced = np.zeros(32, np.bool_)  # lanes with memory accesses since the warp last synchronised
         self.local: np.ndarray | None = None
         program = cta.machine.program
         self.R: list = [PoisonRegister(self, r) for r in program.entry.regs]
