@@ -469,8 +469,8 @@ VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_bf16, D128N128, __nv_bfloat16
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_fp16, D128N128, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_bf16, D64N144, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_fp16, D64N144, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_bf16, D64N96, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_fp16, D64N96, __half)
 
 namespace videoattn {
 
@@ -478,7 +478,7 @@ KernelList hopper_kernels() {
     static const Kernel kernels[] = {
         VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
         VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }
