@@ -59,7 +59,7 @@ def test_key_lengths_hide_nan(head_dim, kv_len, schedule):
 
 
 def test_half_precision_and_the_short_key_tile():
-    """fp16, and 259 keys, which take the 144-key tile."""
+    """fp16, and 259 keys, which take the 96-key tile."""
     check(*inputs(1, 1, 130, 259, 64, torch.float16))
 
 
