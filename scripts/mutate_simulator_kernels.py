@@ -1,9 +1,10 @@
 """How many bugs planted in clean kernels the simulator catches.
 
-    python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 6 --seed 1
+    python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 7 --seed 1
 
-Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when a schedule (early, late,
-random) yields a finding or wrong values. Prints one table and the survivors.
+Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when one of four
+runs (late, early and random schedules, three sets of inputs) yields a finding or wrong values.
+Prints one table and the survivors.
 """
 
 from __future__ import annotations
@@ -13,27 +14,61 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
 from videoattn.ptxsim import Schedule, UnsupportedInstruction
-from videoattn.ptxsim.ladder import LADDER, compile_step, find_step, inputs, load_steps, run_step
+from videoattn.ptxsim.ladder import (
+    LADDER,
+    compile_step,
+    decode,
+    encode,
+    find_step,
+    inputs,
+    load_steps,
+    run_step,
+)
 from videoattn.ptxsim.mutate import OPERATORS, Mutant, mutants
 
-SCHEDULES = (Schedule.late(), Schedule.early(), Schedule.random(7))
+RUNS = (
+    ("rising", Schedule.late()),
+    ("normal", Schedule.early()),
+    ("rising", Schedule.random(7)),
+    ("one tile", Schedule.early()),
+)
+
+
+def rising(operands, step):
+    """Keys that grow from tile to tile, so that row maxima rise and every rescale runs.
+
+    Queries of all sizes, so that some rows still weigh every tile.
+    """
+    q, k, v = operands
+    grow = 1 + 2 * (np.arange(k.shape[1]) // step.kv_rows_per_tile)
+    size = np.random.default_rng(0).permutation(np.linspace(0.05, 1.5, q.shape[1]))
+    parts = (q * size[None, :, None], k * grow[None, :, None])
+    return *(decode(encode(x, step.dtype), step.dtype) for x in parts), v
 
 
 def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str, str]:
     """("finding" | "values" | "survived", what was seen)"""
     wrong = ""
-    for schedule in SCHEDULES:
+    for values, schedule in RUNS:
         try:
             outcome = run_step(
-                step, mutant.kernel, schedule=schedule, operands=operands, limit=limit, **shape
+                step,
+                mutant.kernel,
+                schedule=schedule,
+                operands=operands[values],
+                limit=limit,
+                stop=True,
+                **shape,
             )
         except UnsupportedInstruction as error:
             return "finding", f"refused: {error}"
         if outcome.report.findings:
             return "finding", str(outcome.report.findings[0])
         if outcome.max_error > outcome.bound:
-            wrong = wrong or f"max error {outcome.max_error:.3g}, schedule {schedule}"
+            wrong = wrong or f"max error {outcome.max_error:.3g}, {values} inputs, schedule {schedule}"
     return ("values", wrong) if wrong else ("survived", "")
 
 
@@ -43,10 +78,10 @@ def main() -> None:
     )
     parser.add_argument("--ladder", type=Path, default=LADDER, help="folder with steps.json")
     parser.add_argument("--steps", default="4,12,18")
-    parser.add_argument("--per-operator", type=int, default=6, help="mutants of each operator in each kernel")
+    parser.add_argument("--per-operator", type=int, default=7, help="mutants of each operator in each kernel")
     parser.add_argument("--operators", default=",".join(OPERATORS))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kv-len", type=int, default=512)
+    parser.add_argument("--kv-len", type=int, default=384)
     parser.add_argument("--verbose", action="store_true", help="print every mutant")
     args = parser.parse_args()
     steps = [find_step(load_steps(args.ladder), name) for name in args.steps.split(",")]
@@ -54,15 +89,20 @@ def main() -> None:
     survivors, start = [], time.perf_counter()
     for step in steps:
         kernel = compile_step(step).entry(step.kernel)
-        heads = 2 if step.persistent else 1
+        heads = 3 if step.persistent else 1
         shape = {"heads": heads, "q_len": step.q_rows_per_cta, "kv_len": args.kv_len, "ctas": 1}
-        operands = inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed)
-        clean = run_step(step, kernel, operands=operands, **shape)
-        if not clean.passed:
-            raise SystemExit(
-                f"{step.name} is not clean to begin with: {clean.report}, error {clean.max_error}"
-            )
-        limit = max(20_000, clean.report.instructions)
+        normal = inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed)
+        one_tile = inputs(heads, step.q_rows_per_cta, step.kv_rows_per_tile, step.dtype, seed=args.seed)
+        operands = {"normal": normal, "rising": rising(normal, step), "one tile": one_tile}
+        executed = 0
+        for values in operands.values():
+            clean = run_step(step, kernel, operands=values, **shape | {"kv_len": values[1].shape[1]})
+            if not clean.passed:
+                raise SystemExit(
+                    f"{step.name} is not clean to begin with: {clean.report}, error {clean.max_error}"
+                )
+            executed = max(executed, clean.report.instructions)
+        limit = max(20_000, executed)
         for operator in args.operators.split(","):
             for mutant in mutants(kernel, operator, args.per_operator, args.seed):
                 verdict, seen = judge(step, mutant, shape, operands, limit)
@@ -82,7 +122,8 @@ def main() -> None:
     caught = total["finding"] + total["values"]
     print(f"{'all':20} {everything:8} {total['finding']:8} {total['values']:8} {total['survived']:8}")
     print(
-        f"caught {caught} of {everything} ({100 * caught / max(everything, 1):.1f} %) in {time.perf_counter() - start:.0f} s"
+        f"caught {caught} of {everything} ({100 * caught / max(everything, 1):.1f} %) "
+        f"in {time.perf_counter() - start:.0f} s"
     )
     for line in survivors:
         print("survivor:", line)

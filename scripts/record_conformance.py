@@ -2,7 +2,8 @@
 
     python scripts/record_conformance.py --out tests/ptxsim/golden/conformance.npz
 
-Needs the CUDA driver only: it compiles the PTX. tests/ptxsim/test_conformance.py compares the simulator with the file.
+Needs the CUDA driver only: it compiles the PTX. tests/ptxsim/test_conformance.py compares the simulator with
+the file.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def main() -> None:
     stamp = f"{machine}, {time.strftime('%Y-%m-%d')}"
     golden["machine"] = np.array(stamp)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(args.out, **golden)
+    np.savez_compressed(args.out, allow_pickle=False, **golden)
     print(f"{len(cases)} cases on {stamp}; {failed} rejected; {args.out} has {args.out.stat().st_size} bytes")
 
 

@@ -38,9 +38,8 @@ def main() -> int:
     }
     cells = ", ".join(f"{number} {word}" for word, number in found.items())
     what = f"`scripts/simulate_full.py` {' '.join(paths)}"
-    print(
-        f"| {date.today()} | {platform.machine()}, {os.cpu_count()} cores | {what} | {cells} | {minutes:.0f} min |"
-    )
+    where = f"{platform.machine()}, {os.cpu_count()} cores"
+    print(f"| {date.today()} | {where} | {what} | {cells} | {minutes:.0f} min |")
     return done.returncode
 
 

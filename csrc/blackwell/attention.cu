@@ -62,6 +62,10 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
     if (threadIdx.x == 0) {
+        // The descriptors' swizzle starts at a multiple of 1024; there is no shared memory left to round up in.
+        if (smem % 1024 != 0) {
+            __trap();
+        }
         shared.initialise(args.kv_lengths != nullptr);
     }
     if (warp == kMmaWarp) {

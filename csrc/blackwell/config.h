@@ -40,13 +40,16 @@ using Config128 = Config<128, 4>;
 using Config64 = Config<64, 8>;
 
 struct Args {
-    float* lse;
+    float* lse;  // where splits > 1: (splits, batch, heads, q_len), else the caller's, or null
     const int32_t* kv_lengths;
+    float* partial_out;  // where splits > 1: (splits, batch, heads, q_len, head_dim)
+    int32_t batch;
     int32_t heads;
     int32_t q_len;
     int32_t kv_len;
-    int32_t q_blocks;  // work items of one head
-    int32_t items;
+    int32_t q_blocks;
+    int32_t splits;
+    int32_t items;     // q_blocks * splits * heads * batch, in this order from the fastest
     float scale_log2;  // softmax scale * log2(e)
 };
 

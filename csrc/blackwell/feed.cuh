@@ -36,7 +36,7 @@ __device__ __forceinline__ void load_thread(Shared<C>& shared, uint32_t smem, co
         for (int token = 0; token < 2 * work.tiles; ++token) {
             // K0, K1, V0, K2, V1, ...: after the first, odd tokens are K and even ones V, but the last is V too.
             const bool is_v = token > 0 && (token % 2 == 0 || token == 2 * work.tiles - 1);
-            const int tile = is_v ? (token - 1) / 2 : (token + 1) / 2;
+            const int tile = work.first_tile + (is_v ? (token - 1) / 2 : (token + 1) / 2);
             ptx::mbarrier_wait(shared.kv_empty[ring.slot], ring.parity ^ 1, "kv_empty", ring.slot);
             ptx::mbarrier_arrive_expect_tx(shared.kv_full[ring.slot], C::kTileBytes);
             ptx::tma_load_5d(smem + C::kKvOffset + ring.slot * C::kTileBytes, is_v ? v_map : k_map, 0,

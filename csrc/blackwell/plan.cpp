@@ -5,19 +5,31 @@
 namespace videoattn {
 namespace {
 
+int splits(const VideoattnCall& call) {
+    const int64_t blocks = ceil_div(call.kv_len, blackwell::kTileRows);
+    if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
+    return choose_splits(ceil_div(call.q_len, blackwell::kItemRows) * call.heads, blocks, call.num_sms);
+}
+
 template <typename Config>
 int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
     using namespace blackwell;
     Args args{};
     args.lse = call.lse;
     args.kv_lengths = call.kv_lengths;
+    args.splits = call.workspace == nullptr ? 1 : splits(call);
+    if (args.splits > 1) {
+        args.partial_out = static_cast<float*>(call.workspace);
+        args.lse = args.partial_out + workspace_of(call, args.splits).output_bytes / 4;
+    }
+    args.batch = static_cast<int32_t>(call.batch);
     args.heads = static_cast<int32_t>(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
     args.q_blocks = static_cast<int32_t>(ceil_div(call.q_len, kItemRows));
     // The kernel counts items in 32 bits and steps past the last one by a grid.
-    const double items = static_cast<double>(args.q_blocks) * call.heads * call.batch;
-    if (items > 2147000000.0 || call.heads > 0x7fffffff || call.grid > 65535)
+    const double items = static_cast<double>(args.q_blocks) * args.splits * call.heads * call.batch;
+    if (items > 2147000000.0 || call.grid > 65535)
         return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f work items are more than one launch can count", items);
     args.items = static_cast<int32_t>(items);
     args.scale_log2 = call.scale * 1.4426950408889634f;
@@ -46,5 +58,7 @@ int plan_blackwell(const VideoattnCall& call, VideoattnPlan* plan, const Message
     return call.head_dim == 128 ? plan_config<blackwell::Config128>(call, plan, message)
                                 : plan_config<blackwell::Config64>(call, plan, message);
 }
+
+int splits_blackwell(const VideoattnCall& call) { return splits(call); }
 
 }  // namespace videoattn

@@ -11,10 +11,14 @@ constexpr float kLn2 = 0.6931471805599453f;
 constexpr int kChunk = 32;
 constexpr int kChunks = kTileRows / kChunk;
 
-// Pairs of exponentials, of each eight, on the FMA pipe. B300 has twice the MUFU rate and needs none (FA4 the same).
+// Pairs of exponentials, of each eight, on the FMA pipe. For head_dim 128 as many as bring the MUFU below the tensor
+// core's 1024 clocks a tile, for 64 (512 clocks) until the ALU would take over (scripts/budget_blackwell.py). B300 has
+// twice the MUFU rate and needs none (FA4 the same).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
-constexpr int kSoftwarePairs = 2;
+template <typename C>
+constexpr int kSoftwarePairs = C::kHeadDim == 128 ? 1 : 2;
 #else
+template <typename C>
 constexpr int kSoftwarePairs = 0;
 #endif
 
@@ -22,14 +26,14 @@ __device__ __forceinline__ uint32_t pack(float2 v, __nv_bfloat16) { return ptx::
 __device__ __forceinline__ uint32_t pack(float2 v, __half) { return ptx::cvt_f16x2(v.x, v.y); }
 
 // P = 2^(S * scale - row_max) of 32 scores, packed; adds to the row sum.
-template <typename Element>
+template <typename C, typename Element>
 __device__ __forceinline__ void exponentiate(uint32_t (&packed)[kChunk / 2], const float (&s)[kChunk], float scale_log2,
                                              float minus_max, float2& row_sum) {
 #pragma unroll
     for (int i = 0; i < kChunk / 2; ++i) {
         float2 p = ptx::fma_rn_ftz_f32x2(make_float2(s[2 * i], s[2 * i + 1]), make_float2(scale_log2, scale_log2),
                                          make_float2(minus_max, minus_max));
-        if (i % 8 < 8 - kSoftwarePairs) {
+        if (i % 8 < 8 - kSoftwarePairs<C>) {
             p = make_float2(ptx::ex2_approx_ftz(p.x), ptx::ex2_approx_ftz(p.y));
         } else {
             p = softmax::exp2_software(p);
@@ -42,10 +46,11 @@ __device__ __forceinline__ void exponentiate(uint32_t (&packed)[kChunk / 2], con
 __device__ __forceinline__ float row_max_of(const float (&s)[kChunks][kChunk]) {
     float max[4] = {s[0][0], s[0][1], s[0][2], s[0][3]};
 #pragma unroll
-    for (int i = 4; i < kTileRows; ++i) {
-        max[i % 4] = fmaxf(max[i % 4], s[i / kChunk][i % kChunk]);
+    for (int i = 4; i < kTileRows; i += 2) {
+        float& chain = max[i / 2 % 4];
+        chain = ptx::max3(chain, s[i / kChunk][i % kChunk], s[i / kChunk][i % kChunk + 1]);
     }
-    return fmaxf(fmaxf(max[0], max[1]), fmaxf(max[2], max[3]));
+    return fmaxf(ptx::max3(max[0], max[1], max[2]), max[3]);
 }
 
 template <typename C, typename Element>
@@ -96,8 +101,8 @@ __device__ __forceinline__ void softmax_warp(Shared<C>& shared, int q, TmemAddre
             const float minus_max = row_max == -INFINITY ? 0.0f : -row_max;
             float2 sums = make_float2(row_sum * factor, 0.0f);
             uint32_t packed[2][kChunk / 2];
-            exponentiate<Element>(packed[0], s[0], args.scale_log2, minus_max, sums);
-            exponentiate<Element>(packed[1], s[1], args.scale_log2, minus_max, sums);
+            exponentiate<C, Element>(packed[0], s[0], args.scale_log2, minus_max, sums);
+            exponentiate<C, Element>(packed[1], s[1], args.scale_log2, minus_max, sums);
             // The last tile's PV may be reading P until here.
             wait_warp(shared.output_done[q], output_parity, "output_done (softmax)", q);
             output_parity ^= 1;
@@ -106,7 +111,7 @@ __device__ __forceinline__ void softmax_warp(Shared<C>& shared, int q, TmemAddre
             ptx::tcgen05_st_x16(p_tmem + kChunk / 2, packed[1]);
 #pragma unroll
             for (int chunk = 2; chunk < kChunks; ++chunk) {
-                exponentiate<Element>(packed[chunk % 2], s[chunk], args.scale_log2, minus_max, sums);
+                exponentiate<C, Element>(packed[chunk % 2], s[chunk], args.scale_log2, minus_max, sums);
                 ptx::tcgen05_st_x16(p_tmem + chunk * kChunk / 2, packed[chunk % 2]);
             }
             ptx::tcgen05_wait_st();
@@ -114,8 +119,7 @@ __device__ __forceinline__ void softmax_warp(Shared<C>& shared, int q, TmemAddre
             row_sum = sums.x + sums.y;
         }
         if (args.lse != nullptr && work.q_row + q * kTileRows + row < args.q_len) {
-            const int64_t head = static_cast<int64_t>(work.batch) * args.heads + work.head;
-            args.lse[head * args.q_len + work.q_row + q * kTileRows + row] = (row_max + log2f(row_sum)) * kLn2;
+            args.lse[work.flat_row(work.q_row + q * kTileRows + row)] = (row_max + log2f(row_sum)) * kLn2;
         }
         send(row_sum);
     }
@@ -158,6 +162,29 @@ __device__ __forceinline__ void store_output(uint32_t staging, const CUtensorMap
             ptx::tma_store_5d(o_map, 0, first_row, 0, work.head, work.batch, staging);
         }
         ptx::bulk_commit_group();
+    }
+}
+
+// The same in fp32 to the workspace, for the kernel that merges the parts of the keys.
+template <typename C>
+__device__ __forceinline__ void store_partial(TmemAddress o_tmem, float scale, const Work& work, int query) {
+    float* const target = work.args.partial_out + work.flat_row(query) * C::kHeadDim;
+#pragma unroll
+    for (int column = 0; column < C::kHeadDim; column += 8) {
+        float v[8] = {};
+        if (work.tiles > 0) {
+            ptx::tcgen05_ld_x8(v, o_tmem + column);
+            ptx::tcgen05_wait_ld(v);
+        }
+        if (query < work.args.q_len) {
+            uint32_t bits[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                bits[i] = __float_as_uint(v[i] * scale);
+            }
+            ptx::st_global_v8(target + column, bits);
+        }
+        __syncwarp();
     }
 }
 
@@ -212,10 +239,13 @@ __device__ __forceinline__ void correction_warp(Shared<C>& shared, uint32_t smem
                 scale = 1.0f / receive(q);
                 wait_output(q);
             } else if (args.lse != nullptr && work.q_row + q * kTileRows + row < args.q_len) {
-                const int64_t head = static_cast<int64_t>(work.batch) * args.heads + work.head;
-                args.lse[head * args.q_len + work.q_row + q * kTileRows + row] = -INFINITY;
+                args.lse[work.flat_row(work.q_row + q * kTileRows + row)] = -INFINITY;
             }
-            store_output<C, Element>(staging, o_map, o_tmem + q * C::kHeadDim, scale, work, q);
+            if (args.splits > 1) {
+                store_partial<C>(o_tmem + q * C::kHeadDim, scale, work, work.q_row + q * kTileRows + row);
+            } else {
+                store_output<C, Element>(staging, o_map, o_tmem + q * C::kHeadDim, scale, work, q);
+            }
         }
     }
     if (threadIdx.x % 32 == 0) {

@@ -70,15 +70,15 @@ __device__ __forceinline__ TmemAddress warp_lanes(TmemAddress address) {
     return address + ((threadIdx.x / 32 % 4) << 21);
 }
 
-// The work items of this CTA: 256 queries of one head each. Consecutive items are neighbours in the sequence, so that
-// the CTAs that run together read the same K and V.
+// The work items of this CTA: 256 queries of one head and its keys, or a part of them. Consecutive items are neighbours
+// in the sequence, so that the CTAs that run together read the same K and V.
 struct Work {
     const Args& args;
     int item = blockIdx.x;
-    int batch, head, q_row;  // first query
-    int length;              // valid keys
-    int tiles;               // of keys
-    int q_tiles;             // 1 if the second Q tile lies past the end
+    int batch, head, split, q_row;  // q_row: first query
+    int length;                     // valid keys of the batch entry
+    int first_tile, tiles;          // of keys
+    int q_tiles;                    // 1 if the second Q tile lies past the end
 
     __device__ explicit Work(const Args& args) : args(args) { locate(); }
     __device__ bool valid() const { return item < args.items; }
@@ -88,26 +88,44 @@ struct Work {
     }
 
     // Valid keys of the last tile.
-    __device__ int tail() const { return length - (tiles - 1) * kTileRows; }
+    __device__ int tail() const { return min(length - (first_tile + tiles - 1) * kTileRows, kTileRows); }
 
     // TMA brings keys past the length where the tensor has some, and 0 * NaN would reach O. Whole K steps past the
     // length are never multiplied.
-    __device__ bool needs_clearing() const { return length < args.kv_len && length % layouts::kMmaK != 0; }
+    __device__ bool needs_clearing() const { return length < args.kv_len && tail() % layouts::kMmaK != 0; }
+
+    // Index of a query of this item among all rows, the splits outermost.
+    __device__ int64_t flat_row(int query) const {
+        const int64_t pair = (static_cast<int64_t>(split) * args.batch + batch) * args.heads + head;
+        return pair * args.q_len + query;
+    }
 
   private:
     __device__ void locate() {
         if (!valid()) {
             return;
         }
-        const int pair = item / args.q_blocks;
-        q_row = (item - pair * args.q_blocks) * kItemRows;
-        batch = pair / args.heads;
-        head = pair - batch * args.heads;
+        int rest = item / args.q_blocks;
+        q_row = (item - rest * args.q_blocks) * kItemRows;
+        split = 0;
+        if (args.splits > 1) {
+            const int pair = rest / args.splits;
+            split = rest - pair * args.splits;
+            rest = pair;
+        }
+        batch = rest / args.heads;
+        head = rest - batch * args.heads;
         length = args.kv_len;
         if (args.kv_lengths != nullptr) {
             length = max(0, min(__ldg(args.kv_lengths + batch), args.kv_len));
         }
+        first_tile = 0;
         tiles = (length + kTileRows - 1) / kTileRows;
+        if (args.splits > 1) {
+            const int64_t all = tiles;
+            first_tile = static_cast<int>(all * split / args.splits);
+            tiles = static_cast<int>(all * (split + 1) / args.splits) - first_tile;
+        }
         q_tiles = args.q_len - q_row > kTileRows ? 2 : 1;
     }
 };

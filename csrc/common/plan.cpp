@@ -163,7 +163,7 @@ int plan_merge(const VideoattnCall& call, int splits, VideoattnPlan* plan, const
 
 namespace {
 
-int splits_of(const VideoattnCall& call) { return call.arch == 90 ? splits_hopper(call) : 1; }
+int splits_of(const VideoattnCall& call) { return call.arch == 90 ? splits_hopper(call) : splits_blackwell(call); }
 
 int prepare(const VideoattnCall* call, VideoattnPlan* plan, const Message& message) {
     if (call->struct_bytes != sizeof(VideoattnCall))

@@ -66,6 +66,7 @@ Workspace workspace_of(const VideoattnCall& call, int splits);
 int plan_hopper(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
 int plan_blackwell(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
 int splits_hopper(const VideoattnCall& call);
+int splits_blackwell(const VideoattnCall& call);
 
 int plan_merge(const VideoattnCall& call, int splits, VideoattnPlan* plan, const Message& message);
 

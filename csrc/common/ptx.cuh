@@ -388,6 +388,20 @@ __device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
     return packed;
 }
 
+// NaN if either is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float d;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
+// sm_100 and later.
+__device__ __forceinline__ float max3(float a, float b, float c) {
+    float d;
+    asm("max.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+    return d;
+}
+
 // Two f32 operations an instruction, on a register pair (sm_100 and later).
 namespace detail {
 __device__ __forceinline__ uint64_t pair(float2 v) {

@@ -12,14 +12,15 @@ constexpr float kExp2C1 = 0.6951166391372681f;
 constexpr float kExp2C2 = 0.22764497995376587f;
 constexpr float kExp2C3 = 0.07706724107265472f;
 
-// 2^x of two values on the FMA and ALU pipes, for x up to 127; x below -126 counts as -126.
+// 2^x of two values on the FMA and ALU pipes, for x up to 127; x below -126 counts as -126. NaN does not come out as NaN
+// but as 3.4e38, which bf16 and fp16 round to infinity.
 //
 // Adding 1.5 * 2^23 with rounding down leaves floor(x) in the low mantissa bits. The polynomial takes the fraction,
 // and the integer, shifted into the exponent field, scales the result (FA4 paper 3.1.3; Cody and Waite 1980).
 __device__ __forceinline__ float2 exp2_software(float2 x) {
     constexpr float kMagic = 12582912.0f;
-    x.x = fmaxf(x.x, -126.0f);
-    x.y = fmaxf(x.y, -126.0f);
+    x.x = ptx::max_nan(x.x, -126.0f);
+    x.y = ptx::max_nan(x.y, -126.0f);
     const float2 biased = ptx::add_rm_ftz_f32x2(x, make_float2(kMagic, kMagic));
     const float2 fraction =
         ptx::sub_rn_ftz_f32x2(x, ptx::sub_rn_ftz_f32x2(biased, make_float2(kMagic, kMagic)));

@@ -134,7 +134,7 @@ struct Softmax {
     // The row's LSE from its full sum: natural logarithm.
     __device__ __forceinline__ float log_sum(int row, float sum) const {
         constexpr float kLn2 = 0.6931471805599453f;
-        return fmaf(shift[row], kLn2, logf(sum));
+        return fmaf(shift[row], kLn2, __logf(sum));
     }
 
     // The accumulator layout of two neighbouring 8-column blocks is the A fragment of one k16 step.

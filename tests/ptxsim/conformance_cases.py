@@ -1,7 +1,7 @@
 """Micro-kernels for everything Hopper shares with the simulator, with their inputs.
 
-scripts/record_conformance.py runs them on an NVIDIA GPU and stores what they write; test_conformance.py runs them on
-the simulator and compares.
+scripts/record_conformance.py runs them on an NVIDIA GPU and stores what they write; test_conformance.py runs
+them on the simulator and compares.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Map:
 class Case:
     """A kernel, its launch and its buffers.
 
-    `buffers` are uploaded in order and downloaded afterwards where `outputs` says so. `args` name buffers (int),
-    tensor maps (Map) or integers (("u32", v), ("u64", v)). `ulp`: tolerance in units of the last place of f32
-    outputs, None for bit equality; `absolute`: a difference that passes whatever its ulp.
+    `buffers` are uploaded in order and downloaded afterwards where `outputs` says so. `args` name buffers
+    (int), tensor maps (Map) or integers (("u32", v), ("u64", v)). `ulp`: tolerance in units of the last place
+    of f32 outputs, None for bit equality; `absolute`: a difference that passes whatever its ulp.
     """
 
     name: str
@@ -56,12 +56,42 @@ def _rng(name: str) -> np.random.Generator:
 
 
 SPECIALS = np.array(
-    [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x80800000, 0x3F800000, 0xBF800000, 0x3F800001, 0x3F7FFFFF,
-     0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x4B000000, 0x4B000001, 0x4EFFFFFF, 0x4F000000,
-     0xCF000000, 0xCF000001, 0x4F800000, 0x33800000, 0x34000000, 0x3F000000, 0x3FC00000, 0x40200000, 0xC0200000,
-     0x42FE0000, 0xC2FC0000, 0xC3160000],
+    [
+        0,
+        0x80000000,
+        1,
+        0x80000001,
+        0x007FFFFF,
+        0x00800000,
+        0x80800000,
+        0x3F800000,
+        0xBF800000,
+        0x3F800001,
+        0x3F7FFFFF,
+        0x7F7FFFFF,
+        0xFF7FFFFF,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0x4B000000,
+        0x4B000001,
+        0x4EFFFFFF,
+        0x4F000000,
+        0xCF000000,
+        0xCF000001,
+        0x4F800000,
+        0x33800000,
+        0x34000000,
+        0x3F000000,
+        0x3FC00000,
+        0x40200000,
+        0xC0200000,
+        0x42FE0000,
+        0xC2FC0000,
+        0xC3160000,
+    ],
     np.uint32,
-)  # fmt: skip
+)
 
 
 def float_inputs(name: str, n: int = 1024) -> list[np.ndarray]:
@@ -104,8 +134,9 @@ def int_inputs(name: str, n: int = 1024) -> list[np.ndarray]:
 def scalar_case(
     name: str, lines: list[tuple[str, str]], inputs: list[np.ndarray], ulp: int | None = None
 ) -> Case:
-    """Each line is (result register class f/r/h/d, body with {d} and %a0..%a2 as .b32); the result is stored as u32
-    (d: u64)."""
+    """Each line is (result register class f/r/h/d, body with {d} and %a0..%a2 as .b32); the result is stored
+    as u32 (d: u64).
+    """
     n = len(inputs[0])
     body = []
     for i, (kind, text) in enumerate(lines):
@@ -166,12 +197,29 @@ def scalar_cases() -> list[Case]:
         ("r", "cvt.u16.u32 h0, %a0; cvt.f32.bf16 {d}, h0;"),
     ]
     cases.append(scalar_case("conversions", lines, float_inputs("conversions")))
-    lines = [("r", f"{op}.x2 {{d}}, %a0, %a1;".replace("f16.x2", "f16x2").replace("bf16.x2", "bf16x2"))
-             for op in ("add.rn.f16", "mul.rn.f16", "add.rn.bf16", "mul.rn.bf16", "min.f16", "max.f16")]  # fmt: skip
+    lines = [
+        ("r", f"{op}.x2 {{d}}, %a0, %a1;".replace("f16.x2", "f16x2").replace("bf16.x2", "bf16x2"))
+        for op in ("add.rn.f16", "mul.rn.f16", "add.rn.bf16", "mul.rn.bf16", "min.f16", "max.f16")
+    ]
     lines += [("r", f"fma.rn.{t} {{d}}, %a0, %a1, %a2;") for t in ("f16x2", "bf16x2")]
     cases.append(scalar_case("packed_half", lines, float_inputs("packed_half")))
-    two = ["add.s32", "sub.s32", "mul.lo.s32", "mul.hi.s32", "mul.hi.u32", "and.b32", "or.b32", "xor.b32", "shl.b32",
-           "shr.u32", "shr.s32", "min.s32", "max.s32", "min.u32", "max.u32"]  # fmt: skip
+    two = [
+        "add.s32",
+        "sub.s32",
+        "mul.lo.s32",
+        "mul.hi.s32",
+        "mul.hi.u32",
+        "and.b32",
+        "or.b32",
+        "xor.b32",
+        "shl.b32",
+        "shr.u32",
+        "shr.s32",
+        "min.s32",
+        "max.s32",
+        "min.u32",
+        "max.u32",
+    ]
     lines = [("r", f"{op} {{d}}, %a0, %a1;") for op in two]
     lines += [("d", "mul.wide.s32 {d}, %a0, %a1;"), ("d", "mul.wide.u32 {d}, %a0, %a1;")]
     lines += [
@@ -213,9 +261,19 @@ def scalar_cases() -> list[Case]:
     )
     logs.absolute = 2.0**-21.5  # near 1, where the ISA states an absolute error
     cases.append(logs)
-    shuffles = [("r", f"shfl.sync.{m}.b32 {{d}}, %a0, {b}, {c}, -1;")
-                for m, b, c in (("up", 3, 0), ("down", 5, 31), ("bfly", 7, 31), ("idx", 9, 31), ("up", 2, 0x1800),
-                                ("down", 3, 0x181F), ("bfly", 9, 0x101F), ("idx", 3, 0x181F))]  # fmt: skip
+    shuffles = [
+        ("r", f"shfl.sync.{m}.b32 {{d}}, %a0, {b}, {c}, -1;")
+        for m, b, c in (
+            ("up", 3, 0),
+            ("down", 5, 31),
+            ("bfly", 7, 31),
+            ("idx", 9, 31),
+            ("up", 2, 0x1800),
+            ("down", 3, 0x181F),
+            ("bfly", 9, 0x101F),
+            ("idx", 3, 0x181F),
+        )
+    ]
     shuffles += [("p", "setp.gt.s32 p, %a0, 0; vote.sync.any.pred {d}, p, -1;"),
                  ("p", "setp.ne.s32 p, %a0, 0; vote.sync.all.pred {d}, p, -1;"),
                  ("r", "setp.gt.s32 p, %a0, 0; vote.sync.ballot.b32 {d}, p, -1;"),
@@ -371,8 +429,10 @@ def mbarrier_cases() -> list[Case]:
             if pending == 0 and tx == 0:
                 phase, pending = phase + 1, expected
             for parity in (0, 1):
-                body.append(f"mbarrier.test_wait.parity.shared::cta.b64 %p, [bar], {parity}; selp.u32 %r, 1, 0, %p; "
-                            f"st.global.u32 [%out+{4 * slot}], %r;")  # fmt: skip
+                body.append(
+                    f"mbarrier.test_wait.parity.shared::cta.b64 %p, [bar], {parity}; selp.u32 %r, 1, 0, %p; "
+                    f"st.global.u32 [%out+{4 * slot}], %r;"
+                )
                 slot += 1
         ptx = f"""{HEADER}
 .visible .entry k(.param .u64 out)
@@ -406,7 +466,8 @@ def _wgmma_kernel(
     zeros = "\n".join(f"mov.f32 %f{i}, 0f00000000;" for i in range(regs))
     frags = "\n".join(f"ld.global.u32 %x{i}, [%fa+{4 * 128 * i}];" for i in range(4)) if a_regs else ""
     return f"""{HEADER}
-.visible .entry k(.param .u64 img, .param .u64 afr, .param .u64 out, .param .u64 da, .param .u64 db, .param .u64 sa,
+.visible .entry k(.param .u64 img, .param .u64 afr, .param .u64 out, .param .u64 da, .param .u64 db,
+                  .param .u64 sa,
                   .param .u64 sb)
 {{
 .reg .pred %more, %acc; .reg .b32 %t, %i, %s, %v, %x<4>; .reg .f32 %f<{regs}>;
@@ -497,6 +558,9 @@ def wgmma_cases() -> list[Case]:
 
 
 def mma_cases() -> list[Case]:
+    copies = "\n".join(
+        f"ld.shared.u32 %v, [%s+{128 * i}]; st.global.u32 [%o+{128 * (14 + i)}], %v;" for i in range(4)
+    )
     ptx = f"""{HEADER}
 .visible .entry k(.param .u64 img, .param .u64 out)
 {{
@@ -505,14 +569,16 @@ def mma_cases() -> list[Case]:
 ld.param.u64 %img, [img]; ld.param.u64 %o, [out]; mov.u32 %t, %tid.x;
 mul.wide.u32 %off, %t, 4; add.u64 %o, %o, %off; mov.u32 %i, %t;
 FILL: shl.b32 %s, %i, 2; cvt.u64.u32 %off, %s; add.u64 %p, %img, %off; mov.u32 %v, tile; add.u32 %s, %s, %v;
-ld.global.u32 %v, [%p]; st.shared.u32 [%s], %v; add.u32 %i, %i, 32; setp.lt.u32 %more, %i, 256; @%more bra FILL;
+ld.global.u32 %v, [%p]; st.shared.u32 [%s], %v;
+add.u32 %i, %i, 32; setp.lt.u32 %more, %i, 256; @%more bra FILL;
 bar.sync 0;
 shl.b32 %s, %t, 4; mov.u32 %v, tile; add.u32 %s, %s, %v;
 ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r0, %r1, %r2, %r3}}, [%s];
 ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{%r4, %r5, %r6, %r7}}, [%s];
 ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{%r8, %r9}}, [%s];
 mov.f32 %f0, 0f3F800000; mov.f32 %f1, 0f40000000; mov.f32 %f2, 0f40400000; mov.f32 %f3, 0f40800000;
-mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{%f4, %f5, %f6, %f7}}, {{%r0, %r1, %r2, %r3}}, {{%r4, %r5}},
+mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{%f4, %f5, %f6, %f7}},
+    {{%r0, %r1, %r2, %r3}}, {{%r4, %r5}},
     {{%f0, %f1, %f2, %f3}};
 bar.sync 0;
 stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%s], {{%r0, %r1, %r2, %r3}};
@@ -521,7 +587,7 @@ add.u32 %v, %v, 512;
 {chr(10).join(f"st.global.u32 [%o+{128 * i}], %r{i};" for i in range(10))}
 {chr(10).join(f"st.global.f32 [%o+{128 * (10 + i)}], %f{4 + i};" for i in range(4))}
 mov.u32 %v, tile; shl.b32 %s, %t, 2; add.u32 %s, %s, %v;
-{chr(10).join(f"ld.shared.u32 %v, [%s+{128 * i}]; st.global.u32 [%o+{128 * (14 + i)}], %v;" for i in range(4))}
+{copies}
 ret;
 }}
 """

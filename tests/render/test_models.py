@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.render.fixtures import SIZE
 from tests.render.test_recipes import checked, render
-from videoattn.render import models, sources
+from videoattn.render import devices, models, sources
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 
@@ -245,10 +245,10 @@ def test_loras_that_do_not_fit(ltx_folder, lora_file, tmp_path):
 
 
 def test_devices():
-    assert models.pick_device("cpu") == CPU
+    assert devices.pick_device("cpu") == CPU
     with pytest.raises(UsageError, match="unknown device 'gpu9'"):
-        models.pick_device("gpu9")
+        devices.pick_device("gpu9")
     with pytest.raises(UsageError, match="no device cuda:99"):
-        models.pick_device("cuda:99")
-    assert models.pick_dtype("auto", CPU) == "fp32"
-    assert models.pick_dtype("fp16", CPU) == "fp16"
+        devices.pick_device("cuda:99")
+    assert devices.pick_dtype("auto", CPU) == "fp32"
+    assert devices.pick_dtype("fp16", CPU) == "fp16"

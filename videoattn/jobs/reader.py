@@ -74,6 +74,12 @@ class StoreReader:
         with self._read() as db:
             return db.execute("SELECT 1 FROM jobs WHERE state = 'pending' LIMIT 1").fetchone() is not None
 
+    def open_ids(self) -> set[int]:
+        """The ids of all pending and running jobs."""
+        with self._read() as db:
+            rows = db.execute("SELECT id FROM jobs WHERE state IN ('pending', 'running')").fetchall()
+        return {row["id"] for row in rows}
+
     def queue(self, *, limit: int = 50, offset: int = 0) -> list[Job]:
         """The running jobs, then the pending ones in the order they will be taken."""
         select = f"SELECT {_COLUMNS} FROM jobs WHERE state = ? ORDER BY position, id LIMIT ? OFFSET ?"

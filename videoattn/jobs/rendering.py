@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +94,19 @@ class _Renderer:
             warn=self._warn,
         )
         self._encoded: set[str] = set()
+        # The offload level to begin with for a model and size, where a lower one did not fit.
+        self._fitting: dict[tuple[Any, ...], str] = {}
 
     def render(self, job: Job, context: Context) -> Result:
         self._warnings.clear()
         settings = RenderJob.parse(job.payload["job"])
         notes: list[str] = []
+        memory = (settings.model, settings.width, settings.height, settings.num_frames)
+        if job.payload["allow_offload"] and memory in self._fitting:
+            settings = settings.model_copy(update={"offload": self._fitting[memory]})
+            notes.append(
+                f"rendered with offload {settings.offload}, since a job like it ran out of GPU memory"
+            )
         while True:
             try:
                 result = self._attempt(job, settings, context)
@@ -110,22 +120,27 @@ class _Renderer:
                 if following is None:
                     raise
                 notes.append(
-                    f"out of GPU memory with offload {settings.offload}: rendered with offload {following}"
+                    f"out of GPU memory with offload {settings.offload}, so offload {following} was used"
                 )
                 print(f"job {job.id}: {notes[-1]}", file=sys.stderr)
                 settings = settings.model_copy(update={"offload": following})
+                self._fitting[memory] = following
                 self._renderer.close()
+                self._encoded.clear()
 
     def _attempt(self, job: Job, settings: RenderJob, context: Context) -> RenderResult:
         listener = _Listener(context)
         prepared = self._renderer.check(settings)
+        prepared_in = 0.0
         if job.hash not in self._encoded:
+            started = time.monotonic()
             ahead = [job, *context.upcoming]
             same = [prepared, *self._check_others(context.upcoming)]
             self._renderer.prepare(same, listener)
             self._encoded = {each.hash for each in ahead}
+            prepared_in = time.monotonic() - started
         timing = context.work / "timing.jsonl" if job.payload["timing"] else None
-        return self._renderer.render(
+        result = self._renderer.render(
             prepared,
             output=context.work / "clip.mp4",
             poster=context.work / "poster.png",
@@ -133,6 +148,7 @@ class _Renderer:
             compare=tuple(job.payload["compare"]),
             progress=listener,
         )
+        return replace(result, load_seconds=result.load_seconds + prepared_in)
 
     def _check_others(self, jobs: Any) -> list[Any]:
         """The jobs that can be rendered; one that can't will say so in its own turn."""

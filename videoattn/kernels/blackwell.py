@@ -1,23 +1,28 @@
-"""The hand-written Blackwell kernel."""
+"""The hand-written Blackwell kernel (sm_100a and sm_103a)."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+from videoattn.kernels import native, verify
+
+if TYPE_CHECKING:
     from videoattn.dispatch import AttentionCall
+
+CAPABILITIES = {(10, 0), (10, 3)}
 
 
 def supports(call: AttentionCall) -> str | None:
-    """None of this kernel's code is part of this version."""
-    return "this version of videoattn does not contain it yet"
+    """bf16 and fp16, head dims 64 and 128, unmasked or with key lengths, on sm_100 and sm_103."""
+    return native.refusal(call, CAPABILITIES)
 
 
 def untrusted(call: AttentionCall) -> str | None:
-    """Nothing to trust before there is a kernel."""
-    return None
+    """Why `auto` must not bind it yet: no passed self-check for this GPU, driver and build."""
+    return verify.untrusted("blackwell")
 
 
 def run(
@@ -30,5 +35,12 @@ def run(
     mask: torch.Tensor | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Unreachable while `supports` refuses every call."""
-    raise RuntimeError("the Blackwell kernel is not part of this version")
+    """Launch on the current stream; inputs whose strides TMA can't take are copied first."""
+    arch = _arch(q.device.index)
+    return native.run(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=arch)
+
+
+@cache
+def _arch(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

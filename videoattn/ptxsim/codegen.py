@@ -1,8 +1,9 @@
 """Turns basic blocks into Python functions over whole warps.
 
-A block's function has the form f(C, R, W) -> next block: C the lanes' context, R the warp's registers, W the warp.
-A register holds one array with an element a lane and is replaced, never written in place, so moves share arrays.
-Each block exists twice: for a full warp without masks, and for a lane subset where every write merges.
+A block's function has the form f(C, R, W) -> next block: C the lanes' context, R the warp's registers, W the
+warp. A register holds one array with an element a lane and is replaced, never written in place, so moves
+share arrays. Each block exists twice: for a full warp without masks, and for a lane subset where every write
+merges.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import numpy as np
 
 from . import scalar
 from .errors import PtxSyntaxError, UnsupportedInstruction
-from .parser import TYPE_BYTES, Imm, Instr, Mem, Neg, Pair, Reg, Special, Sym, Vec
+from .ptx import TYPE_BYTES, Imm, Instr, Mem, Neg, Pair, Reg, Special, Sym, Vec
 
 DTYPES = {
-    "pred": "b1", "b8": "u1", "u8": "u1", "s8": "i1", "b16": "u2", "u16": "u2", "s16": "i2", "f16": "f2", "bf16": "u2",
+    "pred": "b1", "b8": "u1", "u8": "u1", "s8": "i1", "b16": "u2", "u16": "u2", "s16": "i2", "f16": "f2",
+    "bf16": "u2",
     "b32": "u4", "u32": "u4", "s32": "i4", "f32": "f4", "f16x2": "u4", "bf16x2": "u4",
     "b64": "u8", "u64": "u8", "s64": "i8", "f64": "f8", "f32x2": "f4",
 }  # fmt: skip
 _NUMPY = {
-    "b1": np.bool_, "u1": np.uint8, "i1": np.int8, "u2": np.uint16, "i2": np.int16, "f2": np.float16, "u4": np.uint32,
+    "b1": np.bool_, "u1": np.uint8, "i1": np.int8, "u2": np.uint16, "i2": np.int16, "f2": np.float16,
+    "u4": np.uint32,
     "i4": np.int32, "f4": np.float32, "u8": np.uint64, "i8": np.int64, "f8": np.float64,
 }  # fmt: skip
 PARAM_BASE = 0x7E00_0000_0000
@@ -43,7 +46,8 @@ def under(value, mask: np.ndarray):
 
 
 RUNTIME = {
-    "merge": merge, "under": under, "FULL": FULL, "where": np.where, "empty": np.empty, "np": np, "sc": scalar,
+    "merge": merge, "under": under, "FULL": FULL, "where": np.where, "empty": np.empty, "np": np,
+    "sc": scalar,
     **{f"_{k}": v for k, v in _NUMPY.items()},
 }  # fmt: skip
 
@@ -63,7 +67,7 @@ class Emitter:
         self.dirty: set[int] = set()
         self.mask = "C.mask" if masked else "FULL"
         self.guarded = masked  # whether writes merge
-        self.ins: Instr | None = None
+        self.ins = Instr("", ("",), [], 0)  # the one being emitted
 
     # ---- pieces for the emitters
 
@@ -94,11 +98,9 @@ class Emitter:
         return self.const(array, (dt, lanes, array[:1].tobytes()))
 
     def bad(self, detail: str = "") -> UnsupportedInstruction:
-        assert self.ins is not None
         return UnsupportedInstruction(self.ins.opcode, self.ins.line, detail)
 
     def malformed(self, detail: str) -> PtxSyntaxError:
-        assert self.ins is not None
         return PtxSyntaxError(f"{self.ins.opcode}: {detail}", self.ins.line)
 
     def raw_reg(self, reg: Reg) -> str:
@@ -238,6 +240,8 @@ class Emitter:
     def effect(self, call: str) -> str:
         """Call a machine operation; its position is recorded for findings."""
         self.line(f"C.at = {self.ins.index}")
+        if self.program.traced:
+            self.line(f"C.machine.trace.note(C, {self.ins.index})")
         return self.let(call)
 
     # ---- blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .codegen import PARAM_BASE
 from .errors import ExecutionError
 from .tcgen05 import Tcgen05Ops
 from .wgmma import WgmmaOps
@@ -107,4 +108,17 @@ class Context(Tcgen05Ops, WgmmaOps):
         for i in range(count):
             bits = int.from_bytes(data[start + i * size : start + (i + 1) * size], "little")
             out.append(np.full(32, bits, f"u{size}"))
+        return out
+
+    def ld_param_at(self, mask: np.ndarray, address: np.ndarray, size: int, count: int) -> list[np.ndarray]:
+        """A load through a register that holds a parameter's address."""
+        data = self.machine.params
+        out = [np.zeros(32, f"u{size}") for _ in range(count)]
+        for lane in np.flatnonzero(mask):
+            start = int(address[lane]) - PARAM_BASE
+            if not 0 <= start <= len(data) - size * count:
+                raise ExecutionError(f"ld.param from {int(address[lane]):#x}, which lies in no parameter")
+            for i in range(count):
+                at = start + i * size
+                out[i][lane] = int.from_bytes(data[at : at + size], "little")
         return out

@@ -24,15 +24,20 @@ class Wait:
         self.text, self.key, self.soft = text, key, soft
 
 
+def runs(numbers) -> str:
+    """`0,4-7` for ascending numbers."""
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = int(n)
+        else:
+            out.append([int(n), int(n)])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
 def lane_list(mask: np.ndarray) -> str:
     """`0,4-7` for a lane mask."""
-    runs: list[list[int]] = []
-    for lane in np.flatnonzero(mask):
-        if runs and lane == runs[-1][1] + 1:
-            runs[-1][1] = int(lane)
-        else:
-            runs.append([int(lane), int(lane)])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return runs(np.flatnonzero(mask))
 
 
 class Core:
@@ -46,6 +51,7 @@ class Core:
         self.W, self.cta, self.machine = warp, warp.cta, warp.cta.machine
         self.pc, self.clock, self.joins = pc, clock, joins
         self.at = 0
+        self.last_event = None
         self.state = "ready"
         self.wait: Wait | None = None
         self.spurious: set[int] = set()
@@ -73,6 +79,11 @@ class Core:
     def strict(self, kind: str, message: str, key: object = None) -> None:
         self.report(kind, message, STRICT, key)
 
+    def say(self, text: str) -> None:
+        """Add words to this instruction's event, when a trace is kept."""
+        if self.last_event is not None and self.machine.trace is not None:
+            self.last_event.text = text
+
     # ---- happens-before
 
     def release(self) -> np.ndarray:
@@ -84,7 +95,9 @@ class Core:
         return self.clock[:3].copy()
 
     def issue_payload(self) -> np.ndarray:
-        """What an asynchronous operation issued now inherits: everything before it but this warp's own accesses."""
+        """What an asynchronous operation issued now inherits: everything before it but this warp's own
+        accesses.
+        """
         payload = self.clock[:3].copy()
         payload[:, self.W.column] = 0
         return payload

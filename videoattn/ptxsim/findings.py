@@ -33,8 +33,8 @@ class Where:
 class Finding:
     """One defect.
 
-    `severity` is "error" when the kernel is wrong under any reading, "strict" when the ISA demands something that
-    shipping kernels leave out. `count` is how often it occurred.
+    `severity` is "error" when the kernel is wrong under any reading, "strict" when the ISA demands something
+    that shipping kernels leave out. `count` is how often it occurred.
     """
 
     kind: str
@@ -48,18 +48,27 @@ class Finding:
         return f"{self.severity}: {self.kind}: {self.message} ({self.where}){times}"
 
 
+class FirstFinding(Exception):
+    """Ends a launch that stops at its first finding."""
+
+
 @dataclass
 class FindingLog:
-    """Collects findings, one entry for each kind, place and key."""
+    """Collects findings, one entry for each kind, place and key; with `stop`, raises FirstFinding after the
+    first.
+    """
 
     entries: dict[tuple, Finding] = field(default_factory=dict)
     counts: dict[tuple, int] = field(default_factory=dict)
+    stop: bool = False
 
     def add(self, kind: str, severity: str, message: str, where: Where, key: object = None) -> None:
         k = (kind, severity, where.line, key)
         if k not in self.entries:
             self.entries[k] = Finding(kind, severity, message, where)
         self.counts[k] = self.counts.get(k, 0) + 1
+        if self.stop:
+            raise FirstFinding
 
     def list(self) -> list[Finding]:
         """All findings, errors first."""

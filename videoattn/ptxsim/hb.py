@@ -1,7 +1,7 @@
 """Happens-before: vector clocks of warps and asynchronous agents, and the last accesses of every memory cell.
 
-A clock has one column for each agent: a warp, a warp's TMEM loads or stores, its MMA pipe, its bulk groups, an
-mbarrier (for the copies that complete on it). A thread's knowledge is four rows over the columns:
+A clock has one column for each agent: a warp, a warp's TMEM loads or stores, its MMA pipe, its bulk groups,
+an mbarrier (for the copies that complete on it). A thread's knowledge is four rows over the columns:
 
 - ORDER: accesses that happen before its next one (PTX causality order, taking a warp's lanes as one thread);
 - PROXY: of those, generic accesses that a fence.proxy.async made visible to the async proxy;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .codegen import DTYPES, Emitter, pair, vector_items
-from .parser import TYPE_BYTES, Imm, Instr, Reg, Special, Sym, Vec
+from .ptx import TYPE_BYTES, Imm, Instr, Reg, Special, Sym, Vec
 
 EMITTERS: dict[str, Callable[[Emitter, Instr], None]] = {}
 
@@ -95,7 +95,9 @@ def _arith(g: Emitter, ins: Instr) -> None:
 
 
 def _half_in(g: Emitter, v, typ: str) -> str:
-    """f16/bf16 (x2) operand as f32 elements; f32 holds their sums and products exactly enough for one rounding."""
+    """f16/bf16 (x2) operand as f32 elements; f32 holds their sums and products exactly enough for one
+    rounding.
+    """
     if typ == "f16":
         return g.let(f"{g.src(v, 'f16')}.astype(_f4)")
     if typ == "f16x2":
@@ -258,6 +260,9 @@ def _unary(g: Emitter, ins: Instr) -> None:
         raise g.bad()
 
 
+_LOGIC = {"and": "&", "or": "|", "xor": "^"}
+
+
 @op("and", "or", "xor")
 def _logic(g: Emitter, ins: Instr) -> None:
     typ = _type(g, ins)
@@ -266,7 +271,7 @@ def _logic(g: Emitter, ins: Instr) -> None:
     u = typ if typ == "pred" else _UNSIGNED[typ]
     g.write(
         d,
-        f"{g.src(a, u)} {dict(zip(('and', 'or', 'xor'), '&|^', strict=True))[ins.parts[0]]} {g.src(b, u)}",
+        f"{g.src(a, u)} {_LOGIC[ins.parts[0]]} {g.src(b, u)}",
         u,
     )
 
@@ -389,7 +394,10 @@ def _mov(g: Emitter, ins: Instr) -> None:
     elif isinstance(a, Reg) and isinstance(d, Reg):
         if TYPE_BYTES[a.type] != TYPE_BYTES[d.type]:
             raise g.malformed(f"{a.name} and {d.name} differ in size")
-        if g.guarded:
+        if g.guarded and TYPE_BYTES[d.type]:
+            bits = f"b{8 * TYPE_BYTES[d.type]}"
+            g.write(d, g.src(a, bits), bits)
+        elif g.guarded:
             g.write(d, g.raw_reg(a), d.type)
         else:  # shares the array; a pending or poisoned value travels unseen
             name = g.raw_reg(a)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .codegen import DTYPES, Emitter
 from .isa import op
-from .parser import TYPE_BYTES, Instr
+from .ptx import TYPE_BYTES, Instr
 
 _INT_ROUND = {"rni": "ni", "rzi": "zi", "rmi": "mi", "rpi": "pi"}
 _FLT_ROUND = {"rn": "n", "rz": "z", "rm": "m", "rp": "p"}

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 from .codegen import DTYPES, Emitter, vector_items
 from .isa import op
-from .parser import TYPE_BYTES, Imm, Instr, Mem, Reg, Sym
+from .ptx import TYPE_BYTES, Imm, Instr, Mem, Reg, Sym
 
 _IGNORED = {
-    "relaxed", "acquire", "release", "volatile", "weak", "cta", "cluster", "gpu", "sys", "ca", "cg", "cs", "lu", "cv",
-    "wb", "wt", "nc", "L1::no_allocate", "L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::evict_unchanged",
-    "L2::64B", "L2::128B", "L2::256B", "L2::evict_first", "L2::evict_last", "L2::evict_normal", "L2::cache_hint",
-}  # fmt: skip
+    "relaxed",
+    "acquire",
+    "release",
+    "volatile",
+    "weak",
+    "cta",
+    "cluster",
+    "gpu",
+    "sys",
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "nc",
+    "L1::no_allocate",
+    "L1::evict_first",
+    "L1::evict_last",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L2::evict_first",
+    "L2::evict_last",
+    "L2::evict_normal",
+    "L2::cache_hint",
+}
 _SPACES = {"global", "shared", "shared::cta", "shared::cluster", "local", "param", "const", "param::entry"}
 
 
@@ -51,9 +77,10 @@ def _ld(g: Emitter, ins: Instr) -> None:
     if not isinstance(m, Mem):
         raise g.malformed("expected an address in brackets")
     if space == "param":
-        if not isinstance(m.base, Sym):
-            raise g.bad("indirect parameter loads")
-        out = g.effect(f"C.ld_param({m.base.name!r}, {m.base.offset + m.offset}, {size}, {count})")
+        if isinstance(m.base, Sym):
+            out = g.effect(f"C.ld_param({m.base.name!r}, {m.base.offset + m.offset}, {size}, {count})")
+        else:
+            out = g.effect(f"C.ld_param_at({g.mask}, {g.address(m)}, {size}, {count})")
     else:
         if space == "shared" and isinstance(m.base, Imm):
             raise g.bad("absolute shared addresses")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .codegen import Emitter, pair
 from .isa import op
-from .parser import Imm, Instr, Mem, Sym
+from .ptx import Imm, Instr, Mem, Sym
 
 
 def _blocking(g: Emitter, call: str) -> str:
@@ -168,8 +168,20 @@ def _mbarrier(g: Emitter, ins: Instr) -> None:
     action = ins.parts[1]
     mods = set(ins.parts[2:])
     ops = list(ins.operands)
-    known = {"shared", "shared::cta", "shared::cluster", "b64", "release", "relaxed", "acquire", "cta", "cluster",
-             "expect_tx", "noComplete", "parity"}  # fmt: skip
+    known = {
+        "shared",
+        "shared::cta",
+        "shared::cluster",
+        "b64",
+        "release",
+        "relaxed",
+        "acquire",
+        "cta",
+        "cluster",
+        "expect_tx",
+        "noComplete",
+        "parity",
+    }
     if mods - known:
         raise g.bad(f"modifier .{sorted(mods - known)[0]}")
     order = "relaxed" not in mods

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .codegen import Emitter, vector_items
 from .isa import op
 from .isa_sync import _blocking
-from .parser import Imm, Instr, Mem, Reg, Sym, Vec
+from .ptx import Imm, Instr, Mem, Reg, Vec
 
 
 @op("cp")
@@ -51,9 +51,24 @@ def _bulk(g: Emitter, ins: Instr, mods: tuple[str, ...], reduce: bool) -> None:
         return
     if mods[0] == "prefetch":
         return
-    known = {"tensor", "1d", "2d", "3d", "4d", "5d", "shared::cta", "shared::cluster", "global", "tile",
-             "mbarrier::complete_tx::bytes", "multicast::cluster", "cta_group::1", "cta_group::2", "L2::cache_hint",
-             "bulk_group"}  # fmt: skip
+    known = {
+        "tensor",
+        "1d",
+        "2d",
+        "3d",
+        "4d",
+        "5d",
+        "shared::cta",
+        "shared::cluster",
+        "global",
+        "tile",
+        "mbarrier::complete_tx::bytes",
+        "multicast::cluster",
+        "cta_group::1",
+        "cta_group::2",
+        "L2::cache_hint",
+        "bulk_group",
+    }
     reductions = {"add", "min", "max", "f32", "u32", "s32", "u64", "f16", "bf16", "noftz"}
     extra = set(mods) - known - (reductions if reduce else set())
     if extra:
@@ -164,7 +179,7 @@ def _tmem_move(g: Emitter, ins: Instr, action: str) -> None:
     if action == "ld":
         out = g.effect(f"C.tmem_ld({where}, {tuple(r.index if isinstance(r, Reg) else -1 for r in items)})")
         for i, item in enumerate(items):
-            if not (isinstance(item, Sym) and item.name == "_"):
+            if isinstance(item, Reg):
                 _write_raw(g, item, f"{out}[{i}]")
     else:
         values = ", ".join(g.src(v, "b32") for v in items)

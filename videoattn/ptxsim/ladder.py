@@ -40,8 +40,9 @@ class Step:
 class Outcome:
     """A run of one step: the report, the output and its distance from fp32 attention.
 
-    max_error: largest absolute difference from attention in fp32. bound: what the accuracy rule allows (FA4's rule,
-    with P rounded to the input type). The step passed if the report has no findings and max_error <= bound.
+    max_error: largest absolute difference from attention in fp32. bound: what the accuracy rule allows (FA4's
+    rule, with P rounded to the input type). The step passed if the report has no findings and max_error <=
+    bound.
     """
 
     step: Step
@@ -123,16 +124,17 @@ def inputs(heads: int, q_len: int, kv_len: int, dtype: str, seed: int = 0, head_
 
 def run_step(step: Step, module: Module | Kernel, *, heads: int = 1, q_len: int = 256, kv_len: int = 256,
              schedule: Schedule | None = None, operands=None, ctas: int | None = None, roles=None,
-             trace: bool = False, limit: int = 50_000_000) -> Outcome:  # fmt: skip
+             trace: bool = False, limit: int = 50_000_000, stop: bool = False) -> Outcome:  # fmt: skip
     """Launch a step and compare with fp32 attention.
 
-    heads is batch times heads. operands: (q, k, v) f32 arrays [heads, len, 128] holding values of the step's type;
-    normal ones by default. ctas limits a persistent kernel's grid. Raises LaunchError for lengths the step cannot do.
+    heads is batch times heads. operands: (q, k, v) f32 arrays [heads, len, 128] holding values of the step's
+    type; normal ones by default. ctas limits a persistent kernel's grid. Raises LaunchError for lengths the
+    step cannot do.
     """
     if q_len % step.q_rows_per_cta or kv_len % step.kv_rows_per_tile or min(q_len, kv_len) < 1:
         raise LaunchError(
-            f"{step.name} needs q_len % {step.q_rows_per_cta} == 0 and kv_len % {step.kv_rows_per_tile} == 0, "
-            f"not {q_len} and {kv_len}"
+            f"{step.name} needs q_len % {step.q_rows_per_cta} == 0 and kv_len % {step.kv_rows_per_tile} "
+            f"== 0, not {q_len} and {kv_len}"
         )
     q, k, v = operands or inputs(heads, q_len, kv_len, step.dtype)
     device = Device(step.arch[0])
@@ -148,8 +150,18 @@ def run_step(step: Step, module: Module | Kernel, *, heads: int = 1, q_len: int 
                                  swizzle=m["swizzle"], l2_promotion=m["l2_promotion"])  # fmt: skip
     grid = min(items, ctas or device.sm_count) if step.persistent else items
     kernel = module.entry(step.kernel) if isinstance(module, Module) else module
-    report = device.launch(kernel, grid=grid, block=step.block, dynamic_smem=step.dynamic_smem,
-                           args=[values[a] for a in step.args], schedule=schedule, roles=roles, trace=trace, limit=limit)  # fmt: skip
+    report = device.launch(
+        kernel,
+        grid=grid,
+        block=step.block,
+        dynamic_smem=step.dynamic_smem,
+        args=[values[a] for a in step.args],
+        schedule=schedule,
+        roles=roles,
+        trace=trace,
+        limit=limit,
+        stop=stop,
+    )
     got = decode(out.download(), step.dtype)
     ref, bound = reference(q, k, v, step.dtype)
     error = float(np.abs(got - ref).max()) if np.isfinite(got).all() else math.inf

@@ -8,19 +8,21 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from .errors import ExecutionError, LaunchError
-from .findings import ERROR, Finding, Where
+from .findings import ERROR, Finding, FirstFinding, Where
 from .machine import Machine
 from .memory import Buffer, GlobalMemory
-from .parser import Entry, ParsedModule, Variable, parse_ptx
+from .parser import parse_ptx
 from .program import Program
+from .ptx import Entry, ParsedModule, Variable
 from .schedule import Schedule
 from .tensormap import TensorMap
+from .trace import Trace
 
 ARCHITECTURES = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 
@@ -30,18 +32,17 @@ class Kernel:
 
     def __init__(self, module: ParsedModule, entry: Entry):
         self.module, self.entry, self.name = module, entry, entry.name
-        self._program: Program | None = None
+        self._programs: dict[bool, Program] = {}
 
-    @property
-    def program(self) -> Program:
-        """The decoded form."""
-        if self._program is None:
-            self._program = Program(self.module, self.entry)
-        return self._program
+    def program(self, traced: bool = False) -> Program:
+        """The decoded form, with or without the calls that record events."""
+        if traced not in self._programs:
+            self._programs[traced] = Program(self.module, self.entry, traced)
+        return self._programs[traced]
 
     def unsupported(self) -> list:
         """UnsupportedInstruction for every instruction outside the model, executed or not."""
-        return self.program.unsupported()
+        return self.program().unsupported()
 
 
 class Module:
@@ -100,8 +101,8 @@ class Module:
 class Report:
     """Outcome of a launch.
 
-    findings: defects, errors first. counts: executed warp instructions for each opcode, by role if roles were named
-    (else under "all"). instructions: their sum. seconds: wall time. timeline: events, when asked for.
+    findings: defects, errors first. counts: executed warp instructions for each opcode, by role if roles were
+    named (else under "all"). instructions: their sum. seconds: wall time. trace: events, when asked for.
     """
 
     findings: list[Finding]
@@ -109,7 +110,7 @@ class Report:
     instructions: int
     seconds: float
     schedule: Schedule
-    events: list = field(default_factory=list)
+    trace: Trace | None = None
 
     @property
     def errors(self) -> list[Finding]:
@@ -134,17 +135,31 @@ class Device:
         """Copy a numpy array or a torch CPU tensor into device memory."""
         return self.memory.upload(array, name or f"buffer {len(self.memory.buffers)}")
 
-    def launch(self, kernel: Kernel, *, grid=(1, 1, 1), block=(1, 1, 1), cluster=(1, 1, 1), dynamic_smem: int = 0,
-               args=(), schedule: Schedule | None = None, registers: int | None = None, roles=None,
-               trace: bool = False, limit: int = 50_000_000) -> Report:  # fmt: skip
+    def launch(
+        self,
+        kernel: Kernel,
+        *,
+        grid=(1, 1, 1),
+        block=(1, 1, 1),
+        cluster=(1, 1, 1),
+        dynamic_smem: int = 0,
+        args=(),
+        schedule: Schedule | None = None,
+        registers: int | None = None,
+        roles=None,
+        trace: bool = False,
+        limit: int = 50_000_000,
+        stop: bool = False,
+    ) -> Report:
         """Run a kernel to its end, or until nothing can move.
 
         args: Buffer, TensorMap, int or float by the declared type, bytes for structs and opaque parameters.
-        registers: ptxas's count a thread, for setmaxnreg arithmetic. roles: role name -> warp indices, for counts.
-        trace: keep events in the report. limit: basic blocks after which a launch counts as endless. Raises LaunchError for impossible launches, UnsupportedInstruction when
-        execution reaches something outside the model.
+        registers: ptxas's count a thread, for setmaxnreg arithmetic. roles: role name -> warp indices, for
+        counts. trace: keep events in the report. limit: basic blocks after which a launch counts as endless.
+        stop: end at the first finding. Raises LaunchError for impossible launches, UnsupportedInstruction
+        when execution reaches something outside the model.
         """
-        program = kernel.program
+        program = kernel.program(trace)
         grid, block, cluster = (
             _triple(x, n) for x, n in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
         )
@@ -153,16 +168,21 @@ class Device:
         schedule = schedule or Schedule.early()
         machine = Machine(program, grid, block, cluster, dynamic_smem, params, schedule, self, registers)
         machine.max_steps = limit
+        machine.log.stop = stop
+        machine.trace = Trace(program) if trace else None
         start = time.perf_counter()
         try:
             machine.run()
+        except FirstFinding:
+            pass
         except ExecutionError as error:
+            machine.log.stop = False
             machine.log.add(
                 "stopped", ERROR, str(error), machine.running.where() if machine.running else Where()
             )
         del keep
         counts, total = _counts(program, machine, roles)
-        return Report(machine.log.list(), counts, total, time.perf_counter() - start, schedule)
+        return Report(machine.log.list(), counts, total, time.perf_counter() - start, schedule, machine.trace)
 
     def _check(self, kernel: Kernel, grid, block, cluster) -> None:
         threads = block[0] * block[1] * block[2]

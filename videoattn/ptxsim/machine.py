@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from .codegen import PARAM_BASE
 from .context import Context
+from .core import Core, lane_list, runs
 from .errors import ExecutionError, LaunchError, UnsupportedInstruction
 from .findings import ERROR, FindingLog, Where
 from .hb import Columns
 from .memory import SHARED_BASE, SharedMemory
-from .parser import Instr
+from .ops_barrier import NamedBarrier
 from .poison import PoisonRegister
 from .program import Program
+from .ptx import Instr
 from .schedule import Schedule
 from .tmem import TensorMemory
+from .trace import Trace
 
 _QUANTUM = 4000
 
@@ -118,7 +122,7 @@ class Cta:
         self.tmem = TensorMemory()
         self.tmem_group = 0
         self.symbols: dict = {}
-        self.barriers: dict[int, object] = {}
+        self.barriers: dict[int, NamedBarrier] = {}
         self.sync_points: dict = {}
         self.register_pool = 0
         self.warps: list[Warp] = []
@@ -163,10 +167,12 @@ class Cluster:
 
     def __init__(self, machine: Machine, ids: list[tuple[int, int, int]]):
         self.machine, self.size = machine, len(ids)
+        self.index = machine.clusters_started
+        machine.clusters_started += 1
         warps = -(-machine.threads // 32) * len(ids)
         self.columns = Columns(9 * warps + 160 * len(ids) + 8)
-        self.arrived: list[tuple[Context, np.ndarray]] = []
-        self.waiting: list[Context] = []
+        self.arrived: list[tuple[Core, np.ndarray]] = []
+        self.waiting: list[Core] = []
         self.phase = 0
         self.sync_payload = self.columns.payload()
         self.sync_done = self.columns.payload()
@@ -199,8 +205,18 @@ class Cluster:
 class Machine:
     """One launch in execution."""
 
-    def __init__(self, program: Program, grid, block, cluster, dynamic_smem: int, params: bytes, schedule: Schedule,
-                 device, registers: int | None):  # fmt: skip
+    def __init__(
+        self,
+        program: Program,
+        grid,
+        block,
+        cluster,
+        dynamic_smem: int,
+        params: bytes,
+        schedule: Schedule,
+        device,
+        registers: int | None,
+    ):
         self.program, self.grid, self.block, self.cluster = program, grid, block, cluster
         self.device = device
         self.params = params
@@ -210,17 +226,18 @@ class Machine:
         self.early, self.late = schedule.mode == "early", schedule.mode == "late"
         self.sm_count = device.sm_count
         self.log = FindingLog()
-        self.ready: deque[Context] = deque()
-        self.queues: dict[object, deque[Callable[[], None]]] = {}
+        self.ready: deque[Any] = deque()
+        self.queues: dict[object, deque[Callable[[], object]]] = {}
         self.jobs = 0
         self.serial = 0
         self.steps = 0
         self.max_steps = 50_000_000
-        self.trace = None
+        self.trace: Trace | None = None
         self.running: Context | None = None
         self.registers = registers or self._register_guess()
         self.param_offsets = {p.name: p.address for p in program.entry.params}
-        self.unordered_cta_accesses: dict = {}
+        self.global_shadows: dict = {}
+        self.ordered_globally = False  # atomics or releases may order CTAs of different clusters
         self._lay_out_memory()
         cx, cy, cz = cluster
         gx, gy, gz = grid
@@ -238,6 +255,7 @@ class Machine:
             ]
         )
         self.clusters: list[Cluster] = []
+        self.clusters_started = 0
         self.block_counts: dict[int, np.ndarray] = {}
 
     def _register_guess(self) -> int:
@@ -280,13 +298,14 @@ class Machine:
         self.local_size = local
         if self.smem_end - SHARED_BASE > 232448:
             raise LaunchError(
-                f"{self.smem_end - SHARED_BASE} bytes of shared memory; a CTA can have at most 232448 (227 KiB)"
+                f"{self.smem_end - SHARED_BASE} bytes of shared memory; "
+                "a CTA can have at most 232448 (227 KiB)"
             )
         if self.dynamic_smem and not dynamic:
             pass  # the kernel simply does not use it
 
     def _used_symbols(self) -> set[str]:
-        from .parser import Mem, Sym
+        from .ptx import Mem, Sym
 
         used = set()
         for ins in self.program.instrs:
@@ -307,15 +326,23 @@ class Machine:
         inner = one(*ins.loc[:2])
         return f"{one(*ins.loc[2:4])} ({inner})" if len(ins.loc) > 2 else inner
 
-    def unsupported(self, ctx: Context, detail: str) -> None:
+    def unsupported(self, ctx: Core, detail: str) -> None:
         """Stop at something outside the model."""
         ins = self.program.instrs[ctx.at]
         raise UnsupportedInstruction(ins.opcode, ins.line, detail)
 
     # ---- asynchronous jobs
 
-    def post(self, queue: object, job: Callable[[], None]) -> None:
+    def post(self, queue: object, job: Callable[[], object]) -> None:
         """Hand work to an asynchronous agent; jobs of one queue keep their order."""
+        if self.trace is not None:
+            trace, event, work = self.trace, self.trace.job(queue, self.running), job
+
+            def traced() -> None:
+                work()
+                trace.done(event)
+
+            job = traced
         if self.early:
             job()
             return
@@ -347,7 +374,7 @@ class Machine:
         """The context of `warp` that executes right now."""
         return self.running if self.running is not None and self.running.W is warp else None
 
-    def wake(self, ctx: Context) -> None:
+    def wake(self, ctx: Core) -> None:
         ctx.state, ctx.wait = "ready", None
         self.ready.append(ctx)
 
@@ -465,14 +492,20 @@ class Machine:
                     self.block_counts[w.index] = counts
 
     def _deadlock(self, live: list[Context]) -> None:
-        lines = []
+        groups: dict[tuple[int, str, str], list[int]] = {}
         for c in live:
             if c.wait is not None:
                 text = c.wait.text() if callable(c.wait.text) else c.wait.text
-                lines.append(f"{c!r} waits {text}")
-            elif c.state == "join":
-                lines.append(f"{c!r} waits for the other lanes of its warp")
+            else:
+                text = "for the other lanes of its warp"
+            lanes = "all lanes" if c.full else f"lanes {lane_list(c.mask)}"
+            groups.setdefault((c.cta.index, lanes, text), []).append(c.W.index)
+        lines = []
+        for (cta, lanes, text), warps in groups.items():
+            who, verb = (f"warp {warps[0]}", "waits") if len(warps) == 1 else (f"warps {runs(warps)}", "wait")
+            lines.append(f"CTA {cta} {who} ({lanes}) {verb} {text}")
         first = next((c for c in live if c.state == "blocked"), live[0])
         ins = self.program.instrs[first.at]
         where = Where(ins.line, ins.opcode, self.source(ins), first.cta.index, first.W.index)
+        self.log.stop = False
         self.log.add("deadlock", ERROR, "nothing can move: " + "; ".join(lines), where)

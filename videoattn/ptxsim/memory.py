@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import re
+from typing import Any
 
 import numpy as np
 
 from .errors import ExecutionError, LaunchError
 from .hb import Shadow
+from .mbarrier import Mbarrier
 
 SHARED_BASE = 1024  # the driver keeps the first KiB of each CTA's window
 _GUARD = 1 << 16
@@ -38,7 +40,7 @@ class Buffer:
         self.nbytes = data.nbytes
         self.views = {size: data[: data.nbytes // size * size].view(t) for size, t in _WORDS.items()}
 
-    def download(self):
+    def download(self) -> Any:
         """A copy of the contents, in the type and shape that was uploaded."""
         dtype, shape, kind = self._like
         raw = self.data[: self.nbytes].copy()
@@ -119,7 +121,7 @@ class SharedMemory:
         self.views = {n: self.data.view(t) for n, t in _WORDS.items()}
         self.names = sorted(names)
         self.shadow = Shadow(padded // 4)
-        self.barriers: dict[int, object] = {}
+        self.barriers: dict[int, Mbarrier] = {}
 
     def name(self, offset: int) -> str:
         """`symbol+offset` of an address within the CTA."""

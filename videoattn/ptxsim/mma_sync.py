@@ -16,7 +16,9 @@ def halves_to_f32(bits: np.ndarray, typ: str) -> np.ndarray:
 
 
 def ldmatrix_lanes(matrix: np.ndarray) -> np.ndarray:
-    """The register of each lane for one 8x8 matrix of 16-bit elements: row lane/4, columns 2(lane%4) and next."""
+    """The register of each lane for one 8x8 matrix of 16-bit elements: row lane/4, columns 2(lane%4) and
+    next.
+    """
     return np.ascontiguousarray(matrix).view(np.uint32).reshape(32).copy()
 
 

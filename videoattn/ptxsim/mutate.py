@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .launch import Kernel
-from .parser import Entry, Imm, Instr, Mem, Reg
+from .ptx import Entry, Imm, Instr, Mem, Reg
 
 LANE = 1 << 16
 
@@ -84,9 +84,20 @@ def _sites(entry: Entry, operator: str) -> list[int]:
 
 
 OPERATORS = (
-    "drop mbarrier wait", "drop tcgen05 wait", "drop fence", "drop commit", "drop arrive", "arrival count", "parity",
-    "byte count", "LBO or SBO", "swizzle code", "lane base", "column offset", "predicate",
-)  # fmt: skip
+    "drop mbarrier wait",
+    "drop tcgen05 wait",
+    "drop fence",
+    "drop commit",
+    "drop arrive",
+    "arrival count",
+    "parity",
+    "byte count",
+    "LBO or SBO",
+    "swizzle code",
+    "lane base",
+    "column offset",
+    "predicate",
+)
 
 
 def _apply(operator: str, ed: _Editor, i: int, rng: random.Random) -> str:
@@ -125,7 +136,7 @@ def _apply(operator: str, ed: _Editor, i: int, rng: random.Random) -> str:
             ops[-1] = ed.insert(i, "add.s32", "b32", ops[-1], delta)
         return f"expects {delta:+d} bytes"
     if operator in ("LBO or SBO", "swizzle code"):
-        return _mutate_descriptor(operator, ops, _descriptor_imm(ins), rng)
+        return _mutate_descriptor(operator, ops, _descriptor_imm(ins) or 0, rng)
     if operator in ("lane base", "column offset"):
         places = [k for k, o in enumerate(ops) if isinstance(o, Mem)]
         k = rng.choice(places)
@@ -136,7 +147,7 @@ def _apply(operator: str, ed: _Editor, i: int, rng: random.Random) -> str:
         ins.pred_neg = not ins.pred_neg
         return f"guard of {ins.opcode} inverted"
     old = ops[4]
-    from .parser import Neg
+    from .ptx import Neg
 
     ops[4] = Imm(1 - old.value, "i") if isinstance(old, Imm) else Neg(old)
     return "enable-input-d inverted"

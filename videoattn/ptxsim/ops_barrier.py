@@ -76,7 +76,8 @@ class BarrierOps(MemoryOps):
         if b.warps and b.needed != needed:
             self.report(
                 "barrier misuse",
-                f"barrier {number} is used with {needed or 'all'} threads while others use {b.needed or 'all'}",
+                f"barrier {number} is used with {needed or 'all'} threads "
+                f"while others use {b.needed or 'all'}",
             )
         if self.W.index in b.warps:
             self.strict("barrier misuse", f"the warp arrives twice at barrier {number} before it completes")
@@ -240,14 +241,20 @@ class BarrierOps(MemoryOps):
             return None
         bar = cta.smem.barriers.get(off)
         if bar is None:
-            self.report("barrier misuse", f"{what} on {cta.smem.name(off)}, which is not an initialised mbarrier",
-                        key=off)  # fmt: skip
+            self.report(
+                "barrier misuse",
+                f"{what} on {cta.smem.name(off)}, which is not an initialised mbarrier",
+                key=off,
+            )
             return None
         if cta is not self.cta and cta.exited:
             self.report("exited CTA", f"{what} on {bar.name} of CTA rank {rank}, which has exited")
         if self.clock[ORDER, bar.init_column] < bar.init_epoch and bar.init_column != self.W.init_column:
-            self.report("missing synchronisation", f"{what} on {bar.name}: its initialisation is not ordered before",
-                        key=off)  # fmt: skip
+            self.report(
+                "missing synchronisation",
+                f"{what} on {bar.name}: its initialisation is not ordered before",
+                key=off,
+            )
         return bar
 
     def _engine_barrier(self, address: int, what: str) -> Mbarrier | None:
@@ -256,7 +263,8 @@ class BarrierOps(MemoryOps):
         if bar is not None and not bar.fenced:
             self.strict(
                 "missing fence",
-                f"{what} on {bar.name}: no fence.mbarrier_init or fence.proxy.async followed its initialisation",
+                f"{what} on {bar.name}: no fence.mbarrier_init or fence.proxy.async followed "
+                "its initialisation",
                 key=bar.name,
             )
         return bar
@@ -330,11 +338,13 @@ class BarrierOps(MemoryOps):
     def _arrive(self, bar: Mbarrier, count: int, payload: np.ndarray) -> None:
         bar.gather(payload)
         bar.arrivals.append(repr(self))
+        self.say(f"arrives on {bar.name} (phase {bar.phase}, {bar.pending} pending, {bar.tx} bytes expected)")
         if not bar.arrive(count):
             self.report(
-                "barrier misuse", f"{bar.name}: {count} arrivals where {bar.pending} of {bar.expected} are pending",
+                "barrier misuse",
+                f"{bar.name}: {count} arrivals where {bar.pending} of {bar.expected} are pending",
                 key=bar.name,
-            )  # fmt: skip
+            )
             bar.pending = 0
         self._settle(bar)
 
@@ -350,18 +360,28 @@ class BarrierOps(MemoryOps):
         state = np.zeros(32, np.uint64)
         lanes = np.flatnonzero(mask)
         payload = None
+        phases: dict[int, int] = {}
         for lane in lanes:
             bar = self._barrier_at(int(addr[lane]), "mbarrier.arrive")
             if bar is None:
                 continue
+            if phases.setdefault(id(bar), bar.phase) != bar.phase:
+                self.report(
+                    "barrier misuse",
+                    f"{bar.name}: the lanes of one instruction arrive {len(lanes)} times "
+                    "and complete the phase early; "
+                    f"{bar.expected} arrivals are expected",
+                    key=bar.name,
+                )
             state[lane] = bar.phase
             if payload is None:
                 payload = self.release()
                 if not order:
                     payload[:] = 0
-            count = 1 if arg is None or kind == "expect_tx" else int(arg[lane])
+            value = 1 if arg is None else int(arg[lane])
+            count = 1 if kind == "expect_tx" else value
             if kind == "expect_tx":
-                self._expect(bar, int(arg[lane]))
+                self._expect(bar, value)
             if drop:
                 bar.expected -= count
             if kind == "noComplete" and bar.pending <= count:
@@ -392,6 +412,7 @@ class BarrierOps(MemoryOps):
                 passed = bar.parity_passes(key[1] & 1) if parity else bar.phase > key[1]
                 if passed:
                     bar.observed = True
+                    self.say(f"passes {bar.name}, phase {bar.phase - 1} done")
                     self._check_parity(bar, key[1], parity)
                     if order:
                         self.acquire(bar.done)
@@ -417,13 +438,15 @@ class BarrierOps(MemoryOps):
         if seen is not None and passed - seen >= 2 and (passed - seen) % 2 == 0:
             self.strict(
                 "parity two behind",
-                f"{bar.name} completed phases {seen + 1}..{passed} since this warp's last wait; parity cannot tell them apart",
+                f"{bar.name} completed phases {seen + 1}..{passed} since this warp's last wait; "
+                "parity cannot tell them apart",
                 key=bar.name,
             )
         self.W.phases[id(bar), int(self.mask.argmax())] = passed
 
     def _park(self, bar: Mbarrier, value: int, parity: bool, soft: bool):
         what = f"parity {value & 1}" if parity else f"phase {value}"
+        self.say(f"waits on {bar.name} for {what}")
         if self not in bar.waiters:
             bar.waiters.append(self)
         self.block(Wait(lambda: f"on {bar.name} for {what} ({bar.describe()})", bar, soft))

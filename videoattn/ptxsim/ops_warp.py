@@ -171,9 +171,14 @@ class WarpOps(Core):
         if lanes is None:
             return None
         values = a[lanes]
-        fn = {"add": np.add, "min": np.fmin if a.dtype.kind == "f" else np.minimum,
-              "max": np.fmax if a.dtype.kind == "f" else np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-              "xor": np.bitwise_xor}[kind]  # fmt: skip
+        fn = {
+            "add": np.add,
+            "min": np.fmin if a.dtype.kind == "f" else np.minimum,
+            "max": np.fmax if a.dtype.kind == "f" else np.maximum,
+            "and": np.bitwise_and,
+            "or": np.bitwise_or,
+            "xor": np.bitwise_xor,
+        }[kind]
         return np.full(32, fn.reduce(values) if len(values) else 0, a.dtype)
 
     def match_any(self, mask, a, member, index: int):

@@ -4,137 +4,10 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import PtxSyntaxError
-
-TYPE_BYTES = {
-    "pred": 0, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4,
-    "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8, "b128": 16,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Reg:
-    """A virtual register: `index` into the warp's register file."""
-
-    index: int
-    type: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Imm:
-    """An immediate; `kind` is i (integer), f32 or f64 (value holds the raw bits)."""
-
-    value: int
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Special:
-    """A special register such as %tid.x."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sym:
-    """The address of a variable, parameter or label."""
-
-    name: str
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Mem:
-    """[base + offset], or [base, {coords}] for tensor accesses."""
-
-    base: Reg | Sym | Imm
-    offset: int = 0
-    coords: tuple | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Vec:
-    """{a, b, …}"""
-
-    items: tuple
-
-
-@dataclass(frozen=True, slots=True)
-class Neg:
-    """!p"""
-
-    reg: Reg
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """d|p"""
-
-    first: object
-    second: object
-
-
-SINK = Sym("_")
-
-
-@dataclass(slots=True)
-class Instr:
-    """One instruction with its predicate, PTX line and, where `.loc` gave one, source position."""
-
-    opcode: str
-    parts: tuple[str, ...]
-    operands: list
-    line: int
-    pred: Reg | None = None
-    pred_neg: bool = False
-    loc: tuple[int, ...] | None = None
-    index: int = -1
-
-    @property
-    def base(self) -> str:
-        return self.parts[0]
-
-
-@dataclass(slots=True)
-class Variable:
-    """A .shared, .local, .global, .const or .param variable; `size` 0 means extern, sized at launch."""
-
-    name: str
-    space: str
-    align: int
-    size: int
-    type: str = "b8"
-    init: bytes = b""
-    address: int = 0
-
-
-@dataclass(slots=True)
-class Entry:
-    """A parsed kernel."""
-
-    name: str
-    line: int
-    params: list[Variable] = field(default_factory=list)
-    regs: list[Reg] = field(default_factory=list)
-    instrs: list[Instr] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
-    variables: dict[str, Variable] = field(default_factory=dict)
-    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class ParsedModule:
-    """Everything in one PTX file."""
-
-    target: str = ""
-    version: str = ""
-    entries: dict[str, Entry] = field(default_factory=dict)
-    variables: dict[str, Variable] = field(default_factory=dict)
-    files: dict[int, str] = field(default_factory=dict)
-
+from .ptx import TYPE_BYTES, Entry, Imm, Instr, Mem, Neg, Pair, ParsedModule, Reg, Special, Sym, Variable, Vec
 
 _TOKEN = re.compile(
     r"""(?P<ws>[ \t\r]+)|(?P<nl>\n)
@@ -429,7 +302,7 @@ class _Body:
                 self.location()
             elif tok in (".pragma", ".branchtargets", ".callprototype", ".alias"):
                 p.skip_to(";")
-            elif p.toks[p.i + 1][1] == ":" and p.toks[p.i][0] == "id":
+            elif p.toks[p.i][0] == "id" and p.toks[p.i + 1][1] == ":":
                 name = p.next()
                 p.expect(":")
                 if name in scope.labels:
@@ -497,9 +370,9 @@ class _Body:
             if not isinstance(pred, Reg) or pred.type != "pred":
                 raise PtxSyntaxError("the guard is not a declared predicate register", line)
         kind, opcode, line = p.toks[p.i]
+        p.next()
         if kind != "id":
             raise PtxSyntaxError(f"expected an instruction, found {opcode!r}", line)
-        p.next()
         parts = tuple(opcode.split("."))
         ins = Instr(opcode, parts, [], line, pred, neg, self.loc)
         if parts[0] == "call":
@@ -519,7 +392,7 @@ class _Body:
                 self.fixups.append((ins, scope))
         self.entry.instrs.append(ins)
 
-    def operand(self, scope: _Scope):
+    def operand(self, scope: _Scope) -> Any:
         p = self.p
         if p.accept("["):
             return self.address(scope)
@@ -542,7 +415,7 @@ class _Body:
             return Sym(first.name, sign * p.integer())
         return first
 
-    def atom(self, scope: _Scope):
+    def atom(self, scope: _Scope) -> Any:
         p = self.p
         if p.accept("-"):
             imm = number(p.next())
@@ -577,10 +450,7 @@ class _Body:
             offset = sign * p.integer()
         elif p.accept(","):
             coords = self.operand(scope)
-            if isinstance(coords, Vec):
-                coords = coords.items
-            else:
-                coords = (coords,)
+            coords = coords.items if isinstance(coords, Vec) else (coords,)
             while p.accept(","):  # im2col offsets
                 coords += (self.operand(scope),)
         p.expect("]")

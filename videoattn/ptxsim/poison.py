@@ -31,7 +31,7 @@ class PoisonRegister:
 
     def _whole(self) -> np.ndarray:
         if self.value is None:
-            from .parser import TYPE_BYTES
+            from .ptx import TYPE_BYTES
 
             size = TYPE_BYTES[self.reg.type]
             return _garbage(np.dtype(np.bool_ if not size else f"u{size}"))
@@ -75,9 +75,10 @@ class PendingLoad:
         self.values: list[np.ndarray] | None = None
 
     def complete(self) -> list[np.ndarray]:
-        if self.values is None:
-            self.values = self.sample()
-        return self.values
+        values = self.values
+        if values is None:
+            values = self.values = self.sample()
+        return values
 
 
 class PendingRegister:

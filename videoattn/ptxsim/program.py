@@ -1,10 +1,12 @@
-"""A kernel decoded for execution: basic blocks, where divergent lanes meet again, lazily compiled functions."""
+"""A kernel decoded for execution: basic blocks, where divergent lanes meet, lazily compiled functions."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from .codegen import Emitter
 from .errors import UnsupportedInstruction
-from .parser import Entry, Instr, Neg, ParsedModule, Reg
+from .ptx import Entry, Instr, Neg, ParsedModule, Reg
 
 _BLOCKING = {"bar", "barrier", "elect", "vote", "shfl", "redux", "match", "setmaxnreg"}
 
@@ -33,16 +35,16 @@ class Block:
 class Program:
     """Executable form of one entry. `full[i]` and `masked[i]` are the functions of block i."""
 
-    def __init__(self, module: ParsedModule, entry: Entry):
-        self.module, self.entry = module, entry
+    def __init__(self, module: ParsedModule, entry: Entry, traced: bool = False):
+        self.module, self.entry, self.traced = module, entry, traced
         self.name, self.target = entry.name, module.target
         self.instrs = entry.instrs
         self.blocks: list[Block] = []
         self._split()
         self._joins()
         self._locals()
-        self.full = [self._stub(i, False) for i in range(len(self.blocks))]
-        self.masked = [self._stub(i, True) for i in range(len(self.blocks))]
+        self.full: list[Any] = [self._stub(i, False) for i in range(len(self.blocks))]
+        self.masked: list[Any] = [self._stub(i, True) for i in range(len(self.blocks))]
 
     def _split(self) -> None:
         instrs = self.instrs
@@ -161,7 +163,7 @@ class Program:
 
     def _stub(self, i: int, masked: bool):
         def compile_and_run(C, R, W):
-            fn = self._compile(i, masked)
+            fn: Any = self._compile(i, masked)
             (self.masked if masked else self.full)[i] = fn
             return fn(C, R, W)
 
@@ -181,7 +183,7 @@ class Program:
                 break
         g.dirty -= self.block_local
         g.flush()
-        if ends:
+        if ends and last is not None:
             g.ins = last
             self._branch(g, block, last)
         else:

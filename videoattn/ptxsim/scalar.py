@@ -94,8 +94,8 @@ def mul_rounded(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """fma.rn.f32 with one rounding.
 
-    The f64 product of two f32 values is exact; the f64 sum decides the f32 result unless it falls on a tie of the
-    f32 grid or below the normal range, where the exact remainder breaks it.
+    The f64 product of two f32 values is exact; the f64 sum decides the f32 result unless it falls on a tie of
+    the f32 grid or below the normal range, where the exact remainder breaks it.
     """
     p = a.astype(f64) * b
     s = p + c

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the simulator interleaves warps and asynchronous agents; construct with early(), late() or random(seed).
+    """How the simulator interleaves warps and asynchronous agents; construct with early(), late() or
+    random(seed).
 
-    early: an asynchronous operation takes effect when it is issued. late: it takes effect only when nothing else can
-    run, or when its issuer waits for it; the first try_wait that would block answers false. random: in between, by
-    seed, with warps of uneven speed.
+    early: an asynchronous operation takes effect when it is issued. late: it takes effect only when nothing
+    else can run, or when its issuer waits for it; the first try_wait that would block answers false. random:
+    in between, by seed, with warps of uneven speed.
     """
 
     mode: str = "early"

@@ -54,8 +54,18 @@ def decode_idesc(bits: int, group: int, a_in_tmem: bool) -> InstructionDescripto
         problem = f"N = {n} with M = {m}, cta_group::{group}"
     elif a_in_tmem and bits >> 15 & 1:
         problem = "A in tensor memory must be K-major"
-    return InstructionDescriptor(m, n, a, b, d, bool(bits >> 15 & 1), bool(bits >> 16 & 1), bool(bits >> 13 & 1),
-                                 bool(bits >> 14 & 1), problem)  # fmt: skip
+    return InstructionDescriptor(
+        m,
+        n,
+        a,
+        b,
+        d,
+        bool(bits >> 15 & 1),
+        bool(bits >> 16 & 1),
+        bool(bits >> 13 & 1),
+        bool(bits >> 14 & 1),
+        problem,
+    )
 
 
 class Tcgen05Ops(TmaOps):
@@ -141,7 +151,8 @@ class Tcgen05Ops(TmaOps):
             column = conflict.cell % COLUMNS
             self.report(
                 "race",
-                f"{what} of tensor memory column {column} is not ordered after {self.conflict_name(conflict)}",
+                f"{what} of tensor memory column {column} is not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
             return
@@ -152,7 +163,8 @@ class Tcgen05Ops(TmaOps):
         if conflict is not None:
             self.strict(
                 "missing tcgen05 fence",
-                f"{what} needs tcgen05.fence before and after the synchronisation with {self.conflict_name(conflict)}",
+                f"{what} needs tcgen05.fence before and after the synchronisation with "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
 
@@ -161,8 +173,12 @@ class Tcgen05Ops(TmaOps):
             self.report("out of bounds", f"{what} of tensor memory columns {column}..{column + columns - 1}")
             return False
         if not tmem.owned[column : column + columns].all():
-            self.report("unallocated tmem", f"{what} of tensor memory columns {column}..{column + columns - 1}, "
-                        "not all of which are allocated", key=what)  # fmt: skip
+            self.report(
+                "unallocated tmem",
+                f"{what} of tensor memory columns {column}..{column + columns - 1}, "
+                "not all of which are allocated",
+                key=what,
+            )
         return True
 
     def tmem_wait(self, mask, what: str) -> None:
@@ -316,8 +332,17 @@ class Tcgen05Ops(TmaOps):
                 )
                 continue
             disabled = None if off_lanes is None else [int(v[lane]) for v in off_lanes]
-            self._issue_mma(int(d[lane]), int(a[lane]), int(b[lane]), desc, bool(enable[lane]), a_in_tmem, group,
-                            scale, disabled)  # fmt: skip
+            self._issue_mma(
+                int(d[lane]),
+                int(a[lane]),
+                int(b[lane]),
+                desc,
+                bool(enable[lane]),
+                a_in_tmem,
+                group,
+                scale,
+                disabled,
+            )
 
     def _smem_operand(self, bits: int, rows: int, mn_major: bool, what: str):
         desc = decode_tcgen05(bits)
@@ -333,13 +358,24 @@ class Tcgen05Ops(TmaOps):
             return None
         return index, words
 
-    def _issue_mma(self, d: int, a: int, b: int, desc, accumulate: bool, a_in_tmem: bool, group: int, scale: int,
-                   disabled) -> None:  # fmt: skip
+    def _issue_mma(
+        self,
+        d: int,
+        a: int,
+        b: int,
+        desc,
+        accumulate: bool,
+        a_in_tmem: bool,
+        group: int,
+        scale: int,
+        disabled,
+    ) -> None:
         w, cluster = self.W, self.cta.cluster
         pair = (
             [self.cta] if group == 1 else [cluster.ctas[self.cta.rank & ~1], cluster.ctas[self.cta.rank | 1]]
         )
         m, n = desc.m, desc.n
+        self.say(f"D[{m}x{n}] at column {d & 0xFFFF} {'+' if accumulate else ''}= A B")
         b_operand = self._smem_operand(b, n // group, desc.b_mn, "B")
         a_operand = None if a_in_tmem else self._smem_operand(a, m // group, desc.a_mn, "A")
         if b_operand is None or (a_operand is None and not a_in_tmem):
@@ -351,7 +387,7 @@ class Tcgen05Ops(TmaOps):
             self.report("wrong lane window", f"D at lane {lane0}; M = {m} needs lane 0")
             return
         w.mma_issued += 1
-        for cta, (_, _, lanes, _) in zip(pair, maps, strict=True):
+        for cta in pair:
             if not self._tmem_owned(cta.tmem, column, width, "tcgen05.mma D"):
                 return
             cells = self._mma_cells(m, group, lane0, column, width)
@@ -377,24 +413,36 @@ class Tcgen05Ops(TmaOps):
                 assert a_operand is not None
                 self._mma_read(cta, a_operand[1], "tcgen05.mma A")
 
+        a_index = None if a_operand is None else a_operand[0]
+
         def run() -> None:
             b_parts = [halves_to_f32(cta.smem.views[2][b_operand[0]], desc.b_type) for cta in pair]
             b_matrix = b_parts[0] if group == 1 else np.concatenate(b_parts)
             if desc.b_neg:
                 b_matrix = -b_matrix
-            for cta, (rows, cols, lanes, columns) in zip(pair, maps, strict=True):
+            for cta, (_, _, lanes, columns) in zip(pair, maps, strict=True):
                 if a_in_tmem:
                     a_lanes = self._a_lanes(m, group, a >> 16)
                     packed = np.ascontiguousarray(cta.tmem.cells[a_lanes, (a & 0xFFFF) : (a & 0xFFFF) + 8])
                     halves = packed.view(np.uint16)
                 else:
-                    halves = cta.smem.views[2][a_operand[0]]
+                    halves = cta.smem.views[2][a_index]
                 a_matrix = halves_to_f32(halves, desc.a_type)
                 if desc.a_neg:
                     a_matrix = -a_matrix
                 product = a_matrix @ b_matrix.T
-                self._accumulate(cta.tmem, product, lanes + lane0, column + columns, desc.d_type, accumulate, scale,
-                                 disabled, m, group)  # fmt: skip
+                self._accumulate(
+                    cta.tmem,
+                    product,
+                    lanes + lane0,
+                    column + columns,
+                    desc.d_type,
+                    accumulate,
+                    scale,
+                    disabled,
+                    m,
+                    group,
+                )
 
         self.machine.post(("mma", id(w)), run)
 

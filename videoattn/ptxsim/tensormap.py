@@ -5,32 +5,43 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
+from functools import lru_cache
 
 import numpy as np
 
 from .errors import LaunchError
+from .layouts import swizzle
 from .memory import Buffer
 
 ELEMENT_BYTES = {
     "u8": 1, "u16": 2, "u32": 4, "s32": 4, "u64": 8, "s64": 8, "f16": 2, "f32": 4, "f64": 8, "bf16": 2,
     "f32_ftz": 4, "tf32": 4, "tf32_ftz": 4,
 }  # fmt: skip
-_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f32_ftz": 0x7FFFFFFF, "tf32": 0x7FFFFFFF,
-        "tf32_ftz": 0x7FFFFFFF, "f64": 0x7FFFFFFFFFFFFFFF}  # fmt: skip
+# the "special NaN" of out-of-bounds fill, as an H200 writes it
+_NAN = {
+    "f16": 0x7FF7, "bf16": 0x7FF7, "f32": 0x7FF77FF7, "f32_ftz": 0x7FF77FF7, "tf32": 0x7FF77FF7,
+    "tf32_ftz": 0x7FF77FF7, "f64": 0x7FF77FF77FF77FF7,
+}  # fmt: skip
 _SWIZZLE_SPAN = {"none": None, "32B": 32, "64B": 64, "128B": 128, "128B_ATOM_32B": 128, "128B_ATOM_64B": 128}
 _MAGIC = b"ptxsimTM"
 _ids = itertools.count(1)
 _known: weakref.WeakValueDictionary[int, TensorMap] = weakref.WeakValueDictionary()
 
 
+@lru_cache(1024)
+def _chunks(offset: int, rows: int, row_bytes: int, pitch: int, mode: str) -> np.ndarray:
+    at = offset + np.arange(rows, dtype=np.int64)[:, None] * pitch + np.arange(0, row_bytes, 16)
+    return (swizzle(at, mode) >> 4).ravel()
+
+
 class TensorMap:
     """A tiled tensor map over global memory.
 
-    base: Buffer or device address (multiple of 16). dtype: element type such as "bf16". dims: elements of each of the
-    1..5 dimensions, innermost first. strides: bytes of dimensions 1.. (one fewer than dims). box: elements a copy
-    moves in each dimension. swizzle: none, 32B, 64B, 128B, 128B_ATOM_32B or 128B_ATOM_64B. oob: zero or nan.
-    element_strides: step in each dimension. l2_promotion has no effect on results. Raises LaunchError where
-    cuTensorMapEncodeTiled would refuse.
+    base: Buffer or device address (multiple of 16). dtype: element type such as "bf16". dims: elements of
+    each of the 1..5 dimensions, innermost first. strides: bytes of dimensions 1.. (one fewer than dims). box:
+    elements a copy moves in each dimension. swizzle: none, 32B, 64B, 128B, 128B_ATOM_32B or 128B_ATOM_64B.
+    oob: zero or nan. element_strides: step in each dimension. l2_promotion has no effect on results. Raises
+    LaunchError where cuTensorMapEncodeTiled would refuse.
     """
 
     def __init__(self, base: Buffer | int, *, dtype: str, dims, strides, box, swizzle: str = "none",
@@ -46,10 +57,19 @@ class TensorMap:
         self.rank = len(self.dims)
         self.element_strides = tuple(element_strides) if element_strides else (1,) * self.rank
         self._validate()
+        self.element_strides = (
+            1,
+            *self.element_strides[1:],
+        )  # the innermost has no effect without interleave
         self.elem = ELEMENT_BYTES[dtype]
         self.steps = (self.elem, *self.strides)
         self.counts = tuple(-(-b // s) for b, s in zip(self.box, self.element_strides, strict=True))
         self.box_bytes = int(np.prod(self.counts)) * self.elem
+        inner = self.counts[0] * self.elem
+        span = _SWIZZLE_SPAN[swizzle]
+        self.row_bytes, self.row_pitch = inner, span or inner  # a swizzled row takes the whole span
+        self.image_bytes = self.box_bytes // inner * self.row_pitch
+        self.fill = _NAN[dtype] if oob == "nan" else 0
         self.id = next(_ids)
         _known[self.id] = self
 
@@ -100,8 +120,14 @@ class TensorMap:
             return None
         return _known.get(struct.unpack("<Q", raw[8:16])[0])
 
+    def chunks(self, offset: int) -> np.ndarray:
+        """16-byte chunk numbers, in box order, of the image at shared offset `offset`."""
+        return _chunks(offset, self.box_bytes // self.row_bytes, self.row_bytes, self.row_pitch, self.swizzle)
+
     def window(self, coords: tuple[int, ...]) -> list[tuple[int, int, int]]:
-        """For each dimension: (first box index inside the tensor, one past the last, coordinate of the first)."""
+        """For each dimension: (first box index inside the tensor, one past the last, coordinate of the
+        first).
+        """
         out = []
         for c, n, dim, step in zip(coords, self.counts, self.dims, self.element_strides, strict=True):
             lo = max(0, -(c // step))  # ceil(-c / step)
@@ -128,7 +154,7 @@ class TensorMap:
         """The dense box as bytes, outside elements filled."""
         box = np.zeros((*self.counts[::-1], self.elem), np.uint8)
         if self.oob == "nan":
-            box[...] = np.frombuffer(_NAN[self.dtype].to_bytes(self.elem, "little"), np.uint8)
+            box[...] = np.frombuffer(self.fill.to_bytes(self.elem, "little"), np.uint8)
         view, win = self._inside(memory, coords)
         if view is not None:
             box[tuple(slice(lo, hi) for lo, hi, _ in win[::-1])] = view

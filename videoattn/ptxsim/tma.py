@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from .codegen import PARAM_BASE
 from .errors import ExecutionError
 from .hb import ASYNC, GENERIC, ORDER, PROXY
-from .layouts import swizzle
 from .ops_barrier import BarrierOps
 from .tensormap import TensorMap
-
-
-@lru_cache(1024)
-def chunk_index(offset: int, nbytes: int, mode: str) -> np.ndarray:
-    """16-byte chunk numbers of a dense box at shared offset `offset` under a swizzle."""
-    return swizzle(offset + 16 * np.arange(-(-nbytes // 16), dtype=np.int64), mode) >> 4
 
 
 class TmaOps(BarrierOps):
@@ -51,7 +42,8 @@ class TmaOps(BarrierOps):
         if conflict is not None:
             self.report(
                 "race",
-                f"{what} reads {smem.name(conflict.cell * 4)}, not ordered after {self.conflict_name(conflict)}",
+                f"{what} reads {smem.name(conflict.cell * 4)}, not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
         else:
@@ -63,7 +55,8 @@ class TmaOps(BarrierOps):
         if proxy is not None:
             self.report(
                 "missing fence",
-                f"{what} at {smem.name(proxy.cell * 4)} needs fence.proxy.async after {self.conflict_name(proxy)}",
+                f"{what} at {smem.name(proxy.cell * 4)} needs fence.proxy.async after "
+                f"{self.conflict_name(proxy)}",
                 key=("proxy", proxy.column),
             )
 
@@ -74,7 +67,8 @@ class TmaOps(BarrierOps):
         if conflict is not None:
             self.report(
                 "race",
-                f"{what} overwrites {smem.name(conflict.cell * 4)}, not ordered after {self.conflict_name(conflict)}",
+                f"{what} overwrites {smem.name(conflict.cell * 4)}, not ordered after "
+                f"{self.conflict_name(conflict)}",
                 key=conflict.column,
             )
         else:
@@ -126,8 +120,21 @@ class TmaOps(BarrierOps):
             def fetch(tm=tm, at=at, memory=memory) -> np.ndarray:
                 return tm.load(memory, at)
 
-            self._copy_in(int(dst[lane]), tm.box_bytes, int(bar[lane]), ranks, group, fetch, tm.swizzle,
-                          "TMA load", 128)  # fmt: skip
+            if not self._coordinates(tm, at, "TMA load"):
+                continue
+            self._copy_in(
+                int(dst[lane]), tm.box_bytes, int(bar[lane]), ranks, group, fetch, tm, "TMA load", 128
+            )
+
+    def _coordinates(self, tm: TensorMap, at: tuple[int, ...], what: str) -> bool:
+        if at[0] * tm.elem % 16:
+            self.machine.unsupported(
+                self, f"{what} at inner coordinate {at[0]}: {at[0] * tm.elem} bytes, no multiple of 16"
+            )
+        if "store" in what and min(at) < 0:
+            self.report("tensor map", f"{what} at negative coordinates {at}: the hardware refuses them")
+            return False
+        return True
 
     def bulk_load(self, mask, dst, src, size, bar, multicast) -> None:
         for lane in np.flatnonzero(mask):
@@ -148,7 +155,7 @@ class TmaOps(BarrierOps):
             def fetch(buf=buf, off=off, n=n) -> np.ndarray:
                 return buf.data[off : off + n]
 
-            self._copy_in(int(dst[lane]), n, int(bar[lane]), ranks, 0, fetch, "none", "cp.async.bulk", 16)
+            self._copy_in(int(dst[lane]), n, int(bar[lane]), ranks, 0, fetch, None, "cp.async.bulk", 16)
 
     def bulk_peer(self, mask, dst, src, size, bar) -> None:
         """shared::cta to shared::cluster."""
@@ -162,10 +169,20 @@ class TmaOps(BarrierOps):
             def fetch(cta=cta, off=off, n=n) -> np.ndarray:
                 return cta.smem.data[off : off + n].copy()
 
-            self._copy_in(int(dst[lane]), n, int(bar[lane]), None, 0, fetch, "none", "cp.async.bulk", 16)
+            self._copy_in(int(dst[lane]), n, int(bar[lane]), None, 0, fetch, None, "cp.async.bulk", 16)
 
-    def _copy_in(self, dst: int, nbytes: int, bar_address: int, ranks: int | None, group: int, fetch, mode: str,
-                 what: str, align: int) -> None:  # fmt: skip
+    def _copy_in(
+        self,
+        dst: int,
+        nbytes: int,
+        bar_address: int,
+        ranks: int | None,
+        group: int,
+        fetch,
+        tm: TensorMap | None,
+        what: str,
+        align: int,
+    ) -> None:
         targets = []
         cluster = self.cta.cluster
         if ranks is None:
@@ -183,14 +200,16 @@ class TmaOps(BarrierOps):
         if ranks is None and group != 2 and dst >> 24 != bar_address >> 24:
             self.report("barrier misuse", f"{what}: destination and mbarrier are in different CTAs")
         jobs = []
+        footprint = nbytes if tm is None else tm.image_bytes
+        self.say(f"{what} of {nbytes} bytes to {self.cta.smem.name(dst & 0xFFFFFF)}")
         for address, b in targets:
-            cta, off = self._destination(address, nbytes, align, what)
+            cta, off = self._destination(address, footprint, align, what)
             bar = self._engine_barrier(b, what)
             if cta is None or bar is None:
                 continue
             if cta is not self.cta and cta.exited:
                 self.report("exited CTA", f"{what} into CTA rank {cta.rank}, which has exited")
-            cells = slice(off >> 2, -(-(off + nbytes) // 4))
+            cells = self._image_cells(tm, off, nbytes)
             self._async_write(cta, cells, what, bar.column, bar.epoch())
             jobs.append((cta, off, bar, bar.phase))
         if not jobs:
@@ -201,15 +220,16 @@ class TmaOps(BarrierOps):
         def land() -> None:
             data = fetch()
             for cta, off, bar, phase in jobs:
-                if mode == "none":
+                if tm is None or tm.swizzle == "none":
                     cta.smem.data[off : off + nbytes] = data
                 else:
-                    cta.smem.data.reshape(-1, 16)[chunk_index(off, nbytes, mode)] = data.reshape(-1, 16)
+                    cta.smem.data.reshape(-1, 16)[tm.chunks(off)] = data.reshape(-1, 16)
                 if bar.phase != phase:
                     self.at = at
                     self.report(
                         "wrong byte count",
-                        f"{what} onto {bar.name} lands in phase {bar.phase}, but was issued in phase {phase}: "
+                        f"{what} onto {bar.name} lands in phase {bar.phase}, but was issued in phase "
+                        f"{phase}: "
                         "the phase completed without its bytes",
                         key=bar.name,
                     )
@@ -218,6 +238,13 @@ class TmaOps(BarrierOps):
         m = self.machine
         m.serial += 1
         m.post(("tma", id(self.cta), 0 if m.late else m.serial), land)  # copies complete in any order
+
+    @staticmethod
+    def _image_cells(tm: TensorMap | None, off: int, nbytes: int):
+        """Shadow cells of a copy's image in shared memory."""
+        if tm is None or tm.row_bytes == tm.row_pitch:
+            return slice(off >> 2, -(-(off + nbytes) // 4))
+        return (tm.chunks(off)[:, None] * 4 + np.arange(4)).ravel()
 
     # ---- stores
 
@@ -231,19 +258,19 @@ class TmaOps(BarrierOps):
                 continue
             at = tuple(int(c[lane]) for c in coords)
             n = tm.box_bytes
-            cta, off = self._destination(int(src[lane]), n, 128, "TMA store")
-            if cta is None:
+            cta, off = self._destination(int(src[lane]), tm.image_bytes, 128, "TMA store")
+            if cta is None or not self._coordinates(tm, at, "TMA store"):
                 continue
             memory = self.machine.device.memory
 
-            def put(tm=tm, at=at, cta=cta, off=off, n=n) -> None:
+            def put(tm=tm, at=at, cta=cta, off=off, n=n, memory=memory) -> None:
                 if tm.swizzle == "none":
                     data = cta.smem.data[off : off + n].copy()
                 else:
-                    data = cta.smem.data.reshape(-1, 16)[chunk_index(off, n, tm.swizzle)]
+                    data = cta.smem.data.reshape(-1, 16)[tm.chunks(off)]
                 tm.store(memory, at, np.ascontiguousarray(data).reshape(-1), reduce)
 
-            self._copy_out(cta, off, n, put, "TMA store")
+            self._copy_out(cta, self._image_cells(tm, off, n), put, "TMA store")
 
     def bulk_store(self, mask, dst, src, size, reduce) -> None:
         for lane in np.flatnonzero(mask):
@@ -270,12 +297,12 @@ class TmaOps(BarrierOps):
                 else:
                     buf.data[start : start + n] = data
 
-            self._copy_out(cta, off, n, put, "cp.async.bulk store")
+            self._copy_out(cta, self._image_cells(None, off, n), put, "cp.async.bulk store")
 
-    def _copy_out(self, cta, off: int, n: int, put, what: str) -> None:
+    def _copy_out(self, cta, cells, put, what: str) -> None:
         w = self.W
         group = w.bulk_issued + 1
-        self._async_read(cta, slice(off >> 2, (off + n) >> 2), what, w.bulk_read_column, group)
+        self._async_read(cta, cells, what, w.bulk_read_column, group)
         self.machine.post(("bulk", id(w), group), put)
 
     def bulk_commit(self, mask) -> None:

@@ -74,7 +74,9 @@ def shape_map(shape: str, n: int, split: int) -> tuple[np.ndarray, np.ndarray]:
 def accumulator_map(
     m: int, group: int, n: int
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Where D lives, for each CTA of the group: (rows of D, columns of D, TMEM lanes, TMEM columns), broadcastable."""
+    """Where D lives, for each CTA of the group: (rows of D, columns of D, TMEM lanes, TMEM columns),
+    broadcastable.
+    """
     row, col = np.arange(m)[:, None], np.arange(n)[None, :]
     if group == 1 and m == 128:
         return [(row, col, row, col)]

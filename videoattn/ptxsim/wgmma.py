@@ -124,7 +124,7 @@ class WgmmaOps(TmaOps):
                 if id(chain) in still:
                     continue
                 values = chain.registers()
-                for i, r in enumerate(regs):
+                for r in regs:
                     held = w.R[r]
                     if type(held) is AccumulatorRegister and held.chain is chain:
                         w.R[r] = values[held.index]
@@ -173,8 +173,10 @@ class WgmmaOps(TmaOps):
         chain.pending += 1
         chain.values = None
 
+        a_index = None if a_operand is None else a_operand[0][rows]
+
         def run() -> None:
-            bits = fragment if fragment is not None else smem.views[2][a_operand[0][rows]]
+            bits = fragment if fragment is not None else smem.views[2][a_index]
             product = (halves_to_f32(bits, typ) @ halves_to_f32(smem.views[2][b_operand[0]], typ).T) * sign
             chain.matrix = chain.matrix + product if accumulate else product
             chain.pending -= 1

@@ -11,29 +11,27 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLLTX2Audio,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLLTXVideo,
-    DiffusionPipeline,
-    LTX2Pipeline,
-    LTX2VideoTransformer3DModel,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-)
+from diffusers.hooks.group_offloading import apply_group_offloading
+from diffusers.models.autoencoders.autoencoder_kl_ltx import AutoencoderKLLTXVideo
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
+from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
+from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+from videoattn.render.devices import DTYPES
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 from videoattn.render.sources import PIPELINE_PIXELS, ModelInfo, Source, first_line, hub_errors
 from videoattn.render.weights import require_complete, require_intact, tensor_names
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 FP8_STORAGE = torch.float8_e4m3fn
 # In bf16 the bandwidth-extending vocoder of LTX-2.3 is off by a third; both parts are small.
 FP32_PARTS = ("audio_vae", "vocoder")
 CHECKED_PARTS = ("transformer", "vae", "connectors", "audio_vae", "vocoder")
-GROUP_BLOCKS = 1
 
 
 @dataclass(slots=True)
@@ -51,28 +49,6 @@ class Loaded:
     def resident(self) -> bool:
         """Whether the renderer itself decides which parts are on the device."""
         return self.offload == "none" and self.device.type != "cpu"
-
-
-def pick_device(name: str | None = None) -> torch.device:
-    """The device asked for, or the first CUDA device, or the CPU; UsageError if it does not exist."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"unknown device '{name}': give cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"no device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
-
-
-def pick_dtype(name: str, device: torch.device) -> str:
-    """`auto` made explicit: bf16 where the GPU has it, fp16 on older GPUs, fp32 on a CPU."""
-    if name != "auto":
-        return name
-    if device.type == "cpu":
-        return "fp32"
-    return "bf16" if device.type != "cuda" or torch.cuda.is_bf16_supported(False) else "fp16"
 
 
 def load(
@@ -235,18 +211,26 @@ def place(loaded: Loaded) -> None:
     if loaded.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif loaded.offload == "group":
-        pipe.enable_group_offload(
-            onload_device=device,
-            offload_type="block_level",
-            num_blocks_per_group=GROUP_BLOCKS,
-            use_stream=device.type == "cuda",
-        )
+        for name, part in pipe.components.items():
+            if isinstance(part, torch.nn.Module):
+                _offload_groups(name, part, device)
     elif device.type != "cpu":
         for name, part in pipe.components.items():
             if isinstance(part, torch.nn.Module) and name != "text_encoder":
                 part.to(device)
     if loaded.upsampler is not None:
         loaded.upsampler.to(device)
+
+
+def _offload_groups(name: str, part: torch.nn.Module, device: torch.device) -> None:
+    options: dict[str, Any] = {"onload_device": device, "offload_device": torch.device("cpu")}
+    if name == "transformer":
+        options |= {"offload_type": "block_level", "num_blocks_per_group": 1}
+        options["use_stream"] = device.type == "cuda"
+    else:
+        # VAEs are entered by encode() and decode(), where groups that a forward would fetch stay away.
+        options["offload_type"] = "leaf_level"
+    apply_group_offloading(part, **options)
 
 
 def compile_blocks(loaded: Loaded, *, fullgraph: bool) -> None:

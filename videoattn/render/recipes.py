@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    LTX2ImageToVideoPipeline,
-    LTX2LatentUpsamplePipeline,
-    LTX2Pipeline,
-    LTXImageToVideoPipeline,
-)
+from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
+from diffusers.pipelines.ltx.pipeline_ltx_image2video import LTXImageToVideoPipeline
+from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
+from diffusers.pipelines.ltx2.pipeline_ltx2_image2video import LTX2ImageToVideoPipeline
+from diffusers.pipelines.ltx2.pipeline_ltx2_latent_upsample import LTX2LatentUpsamplePipeline
 from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, LTX2_5_IMAGE_CRF
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from videoattn.render.errors import RenderError
@@ -65,24 +64,30 @@ class Made:
 def run(loaded: Loaded, inputs: Inputs, watch: Watch) -> Made:
     """Render one clip by the job's recipe; raises NonFinite where NaN or Inf appears."""
     generator = torch.Generator("cpu").manual_seed(inputs.job.seed)
-    if loaded.info.family == "ltx":
-        return _ltx(loaded, inputs, watch, generator)
-    if inputs.job.recipe == "distilled":
-        return _distilled(loaded, inputs, watch, generator)
-    return _ltx2(loaded, inputs, watch, generator)
+    try:
+        if loaded.info.family == "ltx":
+            return _ltx(loaded, inputs, watch, generator)
+        if inputs.job.recipe == "distilled":
+            return _distilled(loaded, inputs, watch, generator)
+        return _ltx2(loaded, inputs, watch, generator)
+    finally:
+        if loaded.offload == "model":
+            loaded.pipe.maybe_free_model_hooks()
 
 
 def _ltx(loaded: Loaded, inputs: Inputs, watch: Watch, generator: torch.Generator) -> Made:
-    job, pipe = inputs.job, loaded.pipe
+    job = inputs.job
     arguments = _common(loaded, inputs, generator)
     arguments |= {
         "num_inference_steps": job.num_inference_steps,
         "guidance_scale": job.guidance_scale,
         "guidance_rescale": job.guidance_rescale,
     }
+    cls = LTXPipeline
     if inputs.image is not None:
-        pipe = LTXImageToVideoPipeline(**_components(pipe, LTXImageToVideoPipeline))
+        cls = LTXImageToVideoPipeline
         arguments["image"] = inputs.image
+    pipe = cls(**_components(loaded, cls))
     steps = _Steps("denoise", job.num_inference_steps or 0, watch, decodes=True)
     frames = _call(loaded, pipe, arguments, steps)[0]
     return Made(frames[0], None, None)
@@ -179,14 +184,16 @@ def _ltx2_pipe(loaded: Loaded, inputs: Inputs, arguments: dict[str, Any], schedu
     if inputs.image is not None:
         arguments["image"] = inputs.image
         arguments["image_crf"] = LTX2_5_IMAGE_CRF if loaded.info.generation == "2.5" else DEFAULT_IMAGE_CRF
-    pipe = cls(**{**_components(loaded.pipe, cls), "scheduler": scheduler})
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return cls(**{**_components(loaded, cls), "scheduler": scheduler})
 
 
-def _components(pipe: Any, cls: Any) -> dict[str, Any]:
+def _components(loaded: Loaded, cls: Any) -> dict[str, Any]:
     wanted, _ = cls._get_signature_keys(cls)
-    return {name: part for name, part in pipe.components.items() if name in wanted}
+    parts = {name: part for name, part in loaded.pipe.components.items() if name in wanted}
+    if loaded.resident:
+        # It waits on the CPU, and must not make the pipeline compute there.
+        parts["text_encoder"] = None
+    return parts
 
 
 def _call(loaded: Loaded, pipe: Any, arguments: dict[str, Any], steps: _Steps) -> tuple[Any, ...]:

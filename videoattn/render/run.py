@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,14 @@ import torch
 from videoattn.render import clip as clips
 from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
-from videoattn.render.errors import RenderError, UsageError
-from videoattn.render.files import StagedFiles, require_space, unused_name
+from videoattn.render.devices import device_name, pick_device, pick_dtype, require_kernels
+from videoattn.render.errors import RenderError
+from videoattn.render.files import StagedFiles, require_space, unused_name, write_failed
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
 from videoattn.render.prompts import PromptCache
 from videoattn.render.settings import is_guided, perturbs
 
-LTX_KINDS = ("video_self", "video_text")
-VIDEO_KINDS = (*LTX_KINDS, "video_connector")
 LOAD_FIELDS = (
     "model",
     "revision",
@@ -44,7 +43,8 @@ class RenderResult:
     """A clip on disk and what is known about it.
 
     `stage_seconds` are wall-clock seconds by stage, `total_seconds` their sum without loading the model; both
-    are None when shadow arms ran, because those change clock and power. `report` is the timing's summary.
+    are None when shadow arms ran, because those change clock and power. `log` and `report` are the
+    timing's rows and summary.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class RenderResult:
     load_seconds: float
     layers: dict[str, int]
     report: Any = None
-    rows: list[Any] = field(default_factory=list)
+    log: Any = None
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Renderer:
         local_files_only: bool = False,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.device = models.pick_device(device)
+        self.device = pick_device(device)
         self.local_files_only = local_files_only
         self._warn = warn
         self._ready: _Ready | None = None
@@ -91,7 +91,7 @@ class Renderer:
         return self._with_dtype(check(job, local_files_only=self.local_files_only, warn=self._warn))
 
     def _with_dtype(self, prepared: Prepared) -> Prepared:
-        dtype = models.pick_dtype(prepared.job.dtype, self.device)
+        dtype = pick_dtype(prepared.job.dtype, self.device)
         return replace(prepared, job=prepared.job.model_copy(update={"dtype": dtype}))
 
     def prepare(self, jobs: Iterable[Prepared], progress: Listener | None = None) -> None:
@@ -134,14 +134,12 @@ class Renderer:
                 place: files.stage(place) for place in (poster, preview, timing, output) if place is not None
             }
             require_space(output, expected_bytes(job.width, job.height, job.num_frames))
-            _require_kernels(prepared, self.device, compare)
+            require_kernels(prepared, self.device, compare)
             started = time.monotonic()
             ready = self._load(prepared, clock)
             load_seconds = time.monotonic() - started
             clock.restart()
-            with _recording(
-                staged[timing] if timing else None, compare, bool(timing or compare)
-            ) as recording:
+            with _recording(compare, bool(timing or compare)) as recording:
                 clock.record(recording, output.name, ready)
                 self._encode(ready, [job], clock)
                 made_clip = _to_clip(self._run(ready, prepared, clock), job)
@@ -165,6 +163,8 @@ class Renderer:
                 if preview is not None:
                     clips.write_preview(staged[preview], made_clip, place=preview)
             clock.stop()
+            if timing is not None:
+                _write_log(recording, staged[timing], timing)
             files.commit()
         ready.prompts.trim()
         return RenderResult(
@@ -177,7 +177,7 @@ class Renderer:
             load_seconds,
             dict(ready.handle.layers),
             None if recording is None else recording.summary(),
-            [] if recording is None else list(recording.rows),
+            None if recording is None else recording.log,
         )
 
     def close(self) -> None:
@@ -248,11 +248,6 @@ def render(
         renderer.close()
 
 
-def device_name(device: torch.device) -> str:
-    """The name of the device as its maker gives it, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def _key(job: RenderJob) -> tuple[Any, ...]:
     fields = tuple(getattr(job, name) for name in LOAD_FIELDS)
     # A compiled graph is bound to whether guidance perturbs it.
@@ -269,36 +264,6 @@ def _install(loaded: models.Loaded, job: RenderJob) -> Any:
         raise RenderError(str(error)) from None
 
 
-def _require_kernels(prepared: Prepared, device: torch.device, compare: tuple[str, ...]) -> None:
-    """Raise RenderError before anything is loaded if a kernel asked for by name cannot run here at all."""
-    from videoattn.dispatch import KINDS, AttentionCall, KernelUnavailable, choose, device_capability
-
-    info, asked = prepared.info, prepared.job.kernels
-    kinds = LTX_KINDS if info.family == "ltx" else KINDS
-    dtype, capability = models.DTYPES[prepared.job.dtype], device_capability(device)
-
-    def refusal(kind: str, name: str) -> str | None:
-        heads, head_dim = info.video_heads if kind in VIDEO_KINDS else info.audio_heads
-        call = AttentionCall(1, heads, 1024, 1024, head_dim, dtype, device.type, capability, kind=kind)
-        try:
-            choose(call, name)
-        except KernelUnavailable as error:
-            return str(error)
-        return None
-
-    wanted = dict.fromkeys(kinds, asked) if isinstance(asked, str) else asked
-    for kind, name in wanted.items():
-        if kind not in kinds:
-            raise UsageError(f"--attention: {info.name} has no {kind} calls, only {', '.join(kinds)}")
-        reason = refusal(kind, name)
-        if reason is not None:
-            raise RenderError(reason)
-    for arm in compare:
-        reasons = [refusal(kind, arm) for kind in kinds]
-        if reasons[0] is not None and None not in reasons:
-            raise RenderError(f"--compare: {reasons[0]}")
-
-
 def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:
     assert job.frame_rate is not None
     pixels = np.empty((made.frames.shape[0], *made.frames.shape[2:], 3), dtype=np.uint8)
@@ -308,12 +273,19 @@ def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:
     return clips.Clip(pixels, job.frame_rate, audio, made.sample_rate)
 
 
-def _recording(path: Path | None, compare: tuple[str, ...], wanted: bool) -> AbstractContextManager[Any]:
+def _recording(compare: tuple[str, ...], wanted: bool) -> AbstractContextManager[Any]:
     if not wanted:
         return nullcontext()
     from videoattn import record_timing
 
-    return record_timing(path, compare=compare)
+    return record_timing(compare=compare)
+
+
+def _write_log(recording: Any, path: Path, place: Path) -> None:
+    try:
+        recording.write(path)
+    except OSError as error:
+        raise write_failed(error, place) from None
 
 
 @contextmanager

@@ -26,7 +26,7 @@ GUIDED: dict[str, dict[str, float]] = {
     "2.3": dict(zip(KNOBS, (3.0, 7.0, 1.0, 1.0, 3.0, 3.0, 0.7, 0.7), strict=True)),
 }
 GUIDED["2.5"] = GUIDED["2.3"]
-STG_BLOCK = {"2.0": 29, "2.3": 28, "2.5": 28}
+STG_BLOCK = 28
 SIZES: dict[str, dict[str, Any]] = {
     "ltx": {"width": 704, "height": 512, "num_frames": 161, "frame_rate": 25, "num_inference_steps": 50},
     "ltx2": {"width": 768, "height": 512, "num_frames": 121, "frame_rate": 24, "num_inference_steps": 30},
@@ -79,6 +79,10 @@ def _refuse_foreign(job: RenderJob, info: ModelInfo) -> None:
         for name in (*KNOBS[1:6], "audio_guidance_rescale", "spatio_temporal_guidance_blocks"):
             if getattr(job, name) not in (None, OFF.get(name)):
                 raise UsageError(f"--{name.replace('_', '-')} is a setting of LTX-2.x, this is {info.name}")
+    if info.generation == "2.0" and ((job.stg_scale or 0) > 0 or (job.audio_stg_scale or 0) > 0):
+        raise UsageError(
+            "--stg-scale: this transformer has no perturbed attention (LTX-2.3 has), leave it out"
+        )
     if job.recipe == "distilled" and job.num_inference_steps not in (
         None,
         len(SIGMAS_HALF) + len(SIGMAS_FULL),
@@ -109,7 +113,7 @@ def _guidance(job: RenderJob, info: ModelInfo, merged: dict[str, Any]) -> dict[s
     perturbs = knobs["stg_scale"] > 0 or knobs["audio_stg_scale"] > 0
     blocks = job.spatio_temporal_guidance_blocks if perturbs else None
     if perturbs and not blocks:
-        blocks = (min(STG_BLOCK[info.generation], info.layers - 1),)
+        blocks = (min(STG_BLOCK, info.layers - 1),)
     return {**knobs, "spatio_temporal_guidance_blocks": blocks}
 
 

@@ -69,7 +69,10 @@ def find(job: RenderJob, *, local_files_only: bool = False) -> Source:
     if text == "demo":
         from videoattn import demo
 
-        return Source("demo", Path(demo.weights_path()))
+        try:
+            return Source("demo", demo.weights_path())
+        except FileNotFoundError as error:
+            raise RenderError(first_line(error)) from None
     path = Path(text).expanduser()
     if path.is_dir():
         return Source(text, path)
@@ -182,7 +185,7 @@ def _describe(folder: Path) -> ModelInfo:
         raise UsageError(
             f"{folder}: a transformer that groups frames (patch_size_t above 1) is not supported"
         )
-    space, span = _compression(vae)
+    space, span = compression(vae)
     grid = Grid(lcm(PIPELINE_PIXELS, space * transformer.get("patch_size", 1)), span)
     return ModelInfo(
         family,
@@ -204,8 +207,8 @@ def _generation(family: Family, config: dict[str, Any]) -> Generation:
     return "2.3" if config.get("perturbed_attn", False) else "2.0"
 
 
-def _compression(config: dict[str, Any]) -> tuple[int, int]:
-    """A VAE's compression in space and time, derived as AutoencoderKLLTXVideo does."""
+def compression(config: dict[str, Any]) -> tuple[int, int]:
+    """A VAE's compression in space and time from its config, derived as AutoencoderKLLTXVideo does."""
     scaling = config.get("spatio_temporal_scaling", (True, True, True, True))
     halvings = sum(scaling) if isinstance(scaling, (list, tuple)) else 0
     space = config.get("spatial_compression_ratio") or config.get("patch_size", 4) * 2**halvings

@@ -1,0 +1,166 @@
+"""Whatever a user gets wrong: one clear line, status 2 or 1, nothing left behind."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.cli.command import TINY, complaint, run
+
+
+def tree(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with the files that the cases name."""
+    (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "fake.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    (tmp_path / "folder.mp4").mkdir()
+    (tmp_path / "fake.mp4").write_text("no video")
+    (tmp_path / "model.ckpt").write_bytes(b"x")
+    return tmp_path
+
+
+USAGE = {
+    "unknown model": (["--model", "nope"], "unknown model 'nope': give demo, an existing folder"),
+    "unknown hub model": (["--model", "nobody/nothing"], "unknown model 'nobody/nothing'"),
+    "missing checkpoint": (["--model", "none.safetensors"], "no such file: none.safetensors"),
+    "pickled checkpoint": (["--model", "model.ckpt"], "weights must be safetensors"),
+    "not a pipeline": (["--model", "."], "no model_index.json"),
+    "missing image": (["--image", "none.png"], "no such image: none.png"),
+    "not an image": (["--image", "text.txt"], "text.txt is no image"),
+    "broken image": (["--image", "fake.png"], "fake.png is no image"),
+    "illegal width": (["--width", "100"], "width 100: use 96 or 128"),
+    "illegal frames": (["--num-frames", "20"], "num_frames 20: use 17 or 25"),
+    "zero height": (["--height", "0"], "--height 0"),
+    "negative seed": (["--seed", "-1"], "--seed -1"),
+    "seed is no number": (["--seed", "many"], "--seed many"),
+    "bad frame rate": (["--frame-rate", "fast"], "'fast' is no frame rate"),
+    "unknown kernel": (
+        ["--attention", "flash9"],
+        "unknown attention kernel 'flash9': choose from auto, blackwell",
+    ),
+    "unknown kind": (["--attention", "picture=sdpa"], "unknown kind of attention call 'picture'"),
+    "unknown arm": (["--compare", "flash9"], "unknown attention kernel 'flash9'"),
+    "unknown recipe": (["--recipe", "three-stage"], "--recipe three-stage"),
+    "foreign recipe": (["--recipe", "distilled"], "the distilled recipe is for LTX-2.x"),
+    "foreign guidance": (["--stg-scale", "1"], "--stg-scale is a setting of LTX-2.x"),
+    "unknown option": (["--widht", "128"], "--widht"),
+    "option without value": (["--width"], "--width"),
+    "missing lora": (["--lora", "none.safetensors"], "--lora none.safetensors: no such file"),
+    "output is a folder": (["-o", "folder.mp4"], "folder.mp4: it is a folder"),
+    "output below a file": (["-o", "text.txt/clip.mp4"], "cannot write text.txt/clip.mp4"),
+    "output without suffix": (["-o", "clip"], "a clip's name ends in .mp4"),
+    "odd preview": (["--preview", "p.avi"], "a preview's name ends in .gif or .webp"),
+    "odd poster": (["--poster", "p.jpg"], "a poster's name ends in .png"),
+    "same name twice": (["--timing", "clip.mp4"], "two outputs have the same name"),
+    "unwritable poster": (["--poster", "text.txt/p.png"], "cannot write text.txt/p.png"),
+    "no such clip": (["--from", "none.mp4"], "no such clip: none.mp4"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_usage(case, place, ltx_folder):
+    arguments, message = USAGE[case]
+    before = tree(place)
+    defaults = ["--model", ltx_folder, *TINY, "-o", "clip.mp4"]
+    given = {argument for argument in arguments if str(argument).startswith("-")}
+    kept = []
+    for option, value in zip(defaults[::2], defaults[1::2], strict=True):
+        if option not in given:
+            kept += [option, value]
+    result = run("render", "a red ball", *kept, *arguments, cwd=place)
+    assert message in complaint(result)
+    assert result.returncode == 2
+    assert tree(place) == before
+
+
+def test_no_prompt(place, ltx_folder):
+    result = run("render", "--model", ltx_folder, *TINY, cwd=place)
+    assert "there is no prompt" in complaint(result)
+    assert result.returncode == 2
+
+
+def test_two_prompts(place, ltx_folder):
+    result = run("render", "a", "--prompt", "b", "--model", ltx_folder, cwd=place)
+    assert "the prompt was given twice" in complaint(result)
+    assert result.returncode == 2
+
+
+def test_unknown_verb(place):
+    result = run("paint", "x", cwd=place)
+    assert "paint" in complaint(result)
+    assert result.returncode == 2
+
+
+def test_from_a_file_that_is_no_clip(place):
+    result = run("render", "--from", "fake.mp4", cwd=place)
+    assert "cannot read fake.mp4" in complaint(result)
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(("clip", "code"), [("none.mp4", 2), ("fake.mp4", 1)])
+def test_show(clip, code, place):
+    result = run("show", clip, cwd=place)
+    assert clip in complaint(result)
+    assert result.returncode == code
+
+
+def test_kernel_not_available(place, ltx_folder):
+    before = tree(place)
+    for arguments in (["--attention", "video_text=flash3"], ["--compare", "flash4"]):
+        result = run(
+            "render",
+            "x",
+            "--model",
+            ltx_folder,
+            *TINY,
+            "-o",
+            "clip.mp4",
+            *arguments,
+            "--device",
+            "cpu",
+            cwd=place,
+        )
+        assert "it needs an NVIDIA GPU" in complaint(result)
+        assert result.returncode == 1
+    assert tree(place) == before
+
+
+def test_corrupt_safetensors(place, ltx_folder):
+    shutil.copytree(ltx_folder, place / "model")
+    path = place / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    before = tree(place)
+    result = run("render", "x", "--model", "model", *TINY, "-o", "new/clip.mp4", cwd=place)
+    assert f"{path.relative_to(place)}: the safetensors file is corrupt" in complaint(result)
+    assert result.returncode == 1
+    assert tree(place) == before
+
+
+def test_nan_weights(place, ltx_folder):
+    shutil.copytree(ltx_folder, place / "model")
+    path = place / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = load_file(path)
+    state["proj_out.bias"][0] = float("nan")
+    save_file(state, path, metadata={"format": "pt"})
+    before = tree(place)
+    result = run("render", "x", "--model", "model", *TINY, "-o", "new/clip.mp4", cwd=place)
+    assert "NaN in stage denoise, step 1 of 2: nothing was written" in complaint(result)
+    assert result.returncode == 1
+    assert tree(place) == before
+
+
+def test_disk_full(place, ltx_folder):
+    small = place / "small"
+    small.mkdir()
+    before = tree(place)
+    arguments = ["render", "x", "--model", str(ltx_folder), *TINY, "--crf", "0", "-o", "small/clip.mp4"]
+    mount = f'mount -t tmpfs -o size=32k none {small} && exec "$@" && ls -A {small}'
+    result = run(*arguments, cwd=place, before=["unshare", "-rm", "sh", "-c", mount, "sh"])
+    assert "cannot write small/clip.mp4: the disk is full" in complaint(result)
+    assert result.returncode == 1
+    assert tree(place) == before

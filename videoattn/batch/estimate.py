@@ -1,0 +1,187 @@
+"""What a batch will need, before it runs: seconds, GPU memory, disk. Predictions, except where clips tell."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from videoattn.batch.plan import Planned
+from videoattn.batch.view import cost
+from videoattn.jobs import JobState, StoreReader
+from videoattn.render.checks import expected_bytes
+from videoattn.render.job import RenderJob
+from videoattn.render.settings import SIGMAS_FULL, SIGMAS_HALF, forwards_per_step, is_guided
+
+_TEXT_TOKENS = {"ltx": 128, "ltx2": 1024}
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+_STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
+# Assumed share of the device's measured GEMM rate that a whole denoise step reaches.
+_EFFICIENCY = 0.4
+# A poster is a PNG of natural content: about two thirds of its raw size.
+_POSTER_BYTES = 2
+# Live activations of a block in tokens × width: residual, normed, q, k, v, out, hidden layer (4), output.
+_ACTIVATIONS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds to render (`measured`: scaled from clips in this folder), bytes of GPU memory and of disk.
+
+    Seconds leave loading out; memory is the largest stage's. None where the model's files don't tell.
+    """
+
+    seconds: float | None
+    measured: bool
+    gpu_bytes: int | None
+    disk_bytes: int
+
+
+def estimate(jobs: Sequence[Planned], output: Path, device: str) -> list[Estimate]:
+    """An estimate for each job.
+
+    Seconds come from finished clips of the same model in `output`, scaled by work; without any, from the
+    matrix FLOPs of the transformer and the GEMM rate of the device, measured here in under a second, at an
+    assumed efficiency of 0.4, decode left out.
+    """
+    paces = _paces(output)
+    found = []
+    for planned in jobs:
+        job = planned.job
+        pace = paces.get(job.model)
+        seconds = cost(job) * pace if pace is not None else _predicted_seconds(planned, device)
+        width, height, frames = job.width or 0, job.height or 0, job.num_frames or 0
+        disk = expected_bytes(width, height, frames) + _POSTER_BYTES * width * height
+        found.append(Estimate(seconds, pace is not None, _gpu_bytes(planned, device), disk))
+    return found
+
+
+def _paces(output: Path) -> dict[str, float]:
+    """Seconds per unit of `cost` by model, the median of the finished clips."""
+    try:
+        store = StoreReader(output)
+    except RuntimeError:
+        return {}
+    seen: dict[str, list[float]] = {}
+    with store:
+        for job in store.ended(JobState.DONE, limit=200):
+            report = store.report(job.id) or {}
+            if report.get("total_seconds"):
+                settings = RenderJob.model_validate(report["job"])
+                seen.setdefault(settings.model, []).append(report["total_seconds"] / cost(settings))
+    return {model: statistics.median(each) for model, each in seen.items()}
+
+
+def _predicted_seconds(planned: Planned, device: str) -> float | None:
+    config = _config(planned.prepared.source.folder, "transformer")
+    if config is None:
+        return None
+    job = planned.job
+    samples = forwards_per_step(job) + is_guided(job)
+    tokens = _tokens(planned)
+    if job.recipe == "distilled":
+        steps = [(len(SIGMAS_HALF), tokens // 4), (len(SIGMAS_FULL), tokens)]
+    else:
+        steps = [(job.num_inference_steps or 1, tokens)]
+    flops = sum(number * samples * _forward_flops(config, planned, count) for number, count in steps)
+    return flops / (_gemm_rate(device, _dtype(job, device)) * _EFFICIENCY)
+
+
+def _forward_flops(config: dict[str, Any], planned: Planned, tokens: int) -> float:
+    """Matrix FLOPs of one transformer forward for one sample; sound is left out."""
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    text = _TEXT_TOKENS[planned.prepared.info.family]
+    linear = 2 * tokens * 14 * width**2 + 2 * text * 2 * width**2
+    attention = 4 * tokens * (tokens + text) * width
+    return config["num_layers"] * float(linear + attention)
+
+
+def _tokens(planned: Planned) -> int:
+    job, info = planned.job, planned.prepared.info
+    config = _config(planned.prepared.source.folder, "vae") or {}
+    scaling = config.get("spatio_temporal_scaling")
+    pixels, frames = info.grid.pixels, info.grid.frames
+    if isinstance(scaling, list):
+        pixels = config.get("patch_size", 1) * 2 ** sum(map(bool, scaling))
+        frames = config.get("patch_size_t", 1) * 2 ** sum(map(bool, scaling))
+    pixels = config.get("spatial_compression_ratio") or pixels
+    frames = config.get("temporal_compression_ratio") or frames
+    width, height, count = job.width or 1, job.height or 1, job.num_frames or 1
+    return (width // pixels) * (height // pixels) * ((count - 1) // frames + 1)
+
+
+def _gpu_bytes(planned: Planned, device: str) -> int | None:
+    """The larger of denoising and decoding: weights on the device and the activations beside them."""
+    if device == "cpu":
+        return None
+    job, folder = planned.job, planned.prepared.source.folder
+    transformer, vae, text = (_parameters(folder / part) for part in ("transformer", "vae", "text_encoder"))
+    config = _config(folder, "transformer")
+    if not transformer or not vae or config is None:
+        return None
+    item = _ITEM_BYTES[_dtype(job, device)]
+    weights = transformer * (1 if job.dtype == "fp8" else item)
+    if job.offload == "group":
+        weights //= config["num_layers"]
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    samples = 1 + is_guided(job)
+    denoise = weights + samples * _tokens(planned) * width * item * _ACTIVATIONS
+    # A decoded clip in the compute dtype, and as much again in the last blocks.
+    decode = vae * item + 2 * 3 * (job.width or 0) * (job.height or 0) * (job.num_frames or 0) * item
+    if job.offload == "none":
+        return max(text * item, denoise + vae * item, weights + decode)
+    return max(text * item if job.offload == "model" else 0, denoise, decode)
+
+
+@cache
+def _config(folder: Path, part: str) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / part / "config.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+@cache
+def _parameters(folder: Path) -> int:
+    """Parameters of a component, from the headers of its safetensors files; 0 when there are none."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                first, last = tensor["data_offsets"]
+                total += (last - first) // _STORED_BYTES.get(tensor["dtype"], 2)
+    return total
+
+
+def _dtype(job: RenderJob, device: str) -> str:
+    if job.dtype != "auto":
+        return job.dtype
+    return "fp32" if device == "cpu" else "bf16"
+
+
+@cache
+def _gemm_rate(device: str, dtype: str) -> float:
+    """FLOP/s of a square matrix product on the device, the best of a few."""
+    import time
+
+    import torch
+
+    kind = {"fp32": torch.float32, "fp16": torch.float16}.get(dtype, torch.bfloat16)
+    size = 1024 if device == "cpu" else 8192
+    matrix = torch.ones(size, size, dtype=kind, device=device)
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        torch.matmul(matrix, matrix)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
