@@ -52,7 +52,7 @@ class Actions:
     def prepare(self, settings: Mapping[str, Any]) -> tuple[Prepared, list[str]]:
         """Check settings against bounds, models and kernels; returns the job explicit, and warnings.
 
-        `image` must be one of our stored images.
+        `image` must be one of our stored images, by name or path.
         """
         for field in ("prompt", "negative_prompt"):
             if len(str(settings.get(field) or "")) > MAX_PROMPT:
@@ -62,8 +62,11 @@ class Actions:
         job = RenderJob.parse({name: value for name, value in settings.items() if value is not None})
         if not job.prompt:
             raise UsageError("there is no prompt: say what the clip shows")
-        if job.image is not None and not self.images.owns(job.image):
-            raise UsageError("the start image is not on this server: upload it again")
+        if job.image is not None:
+            kept = self.images.find(job.image)
+            if kept is None:
+                raise UsageError("the start image is not on this server: upload it again")
+            job = job.model_copy(update={"image": str(kept)})
         self.models.require(job)
         warnings: list[str] = []
         prepared = check(job, local_files_only=self.models.local_files_only, warn=warnings.append)
@@ -127,7 +130,7 @@ class Actions:
     def settings(self, job: int) -> dict[str, Any]:
         """The settings of a job, for a form; a start image that is gone is left out."""
         values = dict(self.store.get(job).payload["job"])
-        if not self.images.owns(values.get("image")):
+        if self.images.find(values.get("image")) is None:
             values["image"] = None
         return values
 

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from videoattn.jobs.errors import StoreError
 from videoattn.render.errors import RenderError, UsageError
+from videoattn.web.limits import MAX_UPLOAD
 
 
 def ui(
@@ -26,6 +27,7 @@ def ui(
     models: tuple[Path, ...] = (),
     device: str | None = None,
     local_files_only: Annotated[bool, Parameter(negative=())] = False,
+    max_upload: int = MAX_UPLOAD >> 20,
 ) -> int:
     """Serve the web page.
 
@@ -51,6 +53,8 @@ def ui(
         cpu, cuda:N or several, comma-separated; by default all GPUs, or the CPU.
     local_files_only
         Never ask the hub.
+    max_upload
+        The largest upload in MiB.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -61,6 +65,8 @@ def ui(
 
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port}: give 1 to 65535")
+    if max_upload < 1:
+        raise UsageError(f"--max-upload {max_upload}: give at least 1, in MiB")
     if auth is not None and no_auth:
         raise UsageError("--auth and --no-auth exclude each other: leave one out")
     if not is_loopback(host) and auth is None and not no_auth:
@@ -93,6 +99,7 @@ def ui(
         allow_host,
         _devices(device),
         Models(models, local_files_only),
+        max_upload << 20,
     )
     try:
         serve(settings, say=lambda line: print(line, flush=True))

@@ -186,7 +186,7 @@ class Form:
 
     def fill(self, settings: Mapping[str, Any]) -> dict[Any, Any]:
         """Updates that put a job's settings into the form."""
-        image = settings.get("image")
+        image = self.actions.images.find(settings.get("image"))
         updates = self.choices(settings["model"])
         presets = self.actions.models.presets(settings["model"])
         size = f"{settings.get('width')}x{settings.get('height')}"
@@ -206,7 +206,7 @@ class Form:
             self.guidance: _first(settings.get("guidance_scale"), presets.defaults["guidance_scale"]),
             self.seed: str(settings.get("seed", 0)),
             self.fresh: False,
-            self.image: image if self.actions.images.owns(image) else None,
+            self.image: str(image) if image else None,
             self.attention: settings.get("attention") or "auto",
             self.rate: str(settings.get("frame_rate") or presets.defaults["frame_rate"]),
             self.recipe: gr.update(
@@ -302,7 +302,7 @@ def load_clip(form: Form, path: str | None) -> dict[Any, Any]:
         updates = form.fill(settings)
     except REFUSALS as error:
         raise gr.Error(text.sentence(error), print_exception=False, title="Not loaded") from None
-    if settings.get("image") and not form.actions.images.owns(settings["image"]):
+    if settings.get("image") and form.actions.images.find(settings["image"]) is None:
         gr.Warning("The clip began with an image that is not here: upload it as the start image.")
     return updates
 

@@ -41,7 +41,7 @@ SECURITY_HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the page is served; `hosts` are further names that a Host header may carry."""
+    """How the page is served; `hosts` are further names for Host headers, `max_upload` is in bytes."""
 
     output: Path
     host: str = "127.0.0.1"
@@ -50,6 +50,7 @@ class Settings:
     hosts: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
     models: Models = field(default_factory=Models)
+    max_upload: int = MAX_UPLOAD
 
 
 def serve(settings: Settings, *, say: Callable[[str], None] = print) -> None:
@@ -64,7 +65,8 @@ def serve(settings: Settings, *, say: Callable[[str], None] = print) -> None:
             app, log_level="warning", timeout_graceful_shutdown=2, ws="none", server_header=False
         )
         server = uvicorn.Server(config)
-        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+        host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
+        shown = f"[{host}]" if ":" in host else host
         say(f"open http://{shown}:{port}/ (clips go to {settings.output})")
         server.run(sockets=[listener])
 
@@ -124,7 +126,7 @@ def build(actions: Actions, settings: Settings, port: int) -> ASGIApp:
         server_port=port,
         allowed_paths=[folder],
         blocked_paths=[str(actions.store.state_folder.resolve() / name) for name in _private(actions.store)],
-        max_file_size=MAX_UPLOAD,
+        max_file_size=settings.max_upload,
         show_error=True,
         run_history=False,
         footer_links=["api"],
@@ -134,7 +136,7 @@ def build(actions: Actions, settings: Settings, port: int) -> ASGIApp:
         head=page.head(),
     )
     threading.Thread(target=_sweep_forever, args=(uploads,), name="uploads", daemon=True).start()
-    policy = Policy(_hosts(settings), port, settings.accounts, MAX_UPLOAD)
+    policy = Policy(_hosts(settings), port, settings.accounts, settings.max_upload)
     return Guard(_Headers(app), policy)
 
 
@@ -155,10 +157,10 @@ def _media(actions: Actions, job: int, role: str, *, download: bool) -> Response
 
 
 def _private(store: Store) -> list[str]:
-    """What lies in the store's own folder and is nobody's business; uploads stay readable to the page."""
-    present = {path.name for path in store.state_folder.iterdir()} - {"uploads"}
+    """What lies in the store's own folder and is nobody's business; what visitors sent stays readable."""
+    present = {path.name for path in store.state_folder.iterdir()} - {"uploads", "images"}
     return sorted(
-        present | {"jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm", "owner.lock", "work", "images"}
+        present | {"jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm", "owner.lock", "work"}
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.web.limits import MAX_IMAGE_PIXELS
 
+_NAME = re.compile(r"[0-9a-f]{32}\.png")
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
 
 
@@ -38,12 +40,13 @@ class Images:
             os.replace(partial, place)
         return place
 
-    def owns(self, path: str | None) -> bool:
-        """Whether a path names an image that was stored here and still is."""
-        if not path:
-            return False
-        found = Path(path)
-        return found.parent == self.folder and found.suffix == ".png" and found.is_file()
+    def find(self, place: str | None) -> Path | None:
+        """The stored image that a name or path means; None if it is none of ours, or gone."""
+        if not place:
+            return None
+        found = self.folder / Path(place).name
+        ours = place in (found.name, str(found)) and _NAME.fullmatch(found.name) is not None
+        return found if ours and found.is_file() else None
 
 
 def decode_image(path: Path) -> Image.Image:
