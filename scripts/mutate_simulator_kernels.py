@@ -61,7 +61,7 @@ def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str,
                 operands=operands[values],
                 limit=limit,
                 stop=True,
-                **shape,
+                **(shape | {"kv_len": operands[values][1].shape[1]}),
             )
         except UnsupportedInstruction as error:
             return "finding", f"refused: {error}"

@@ -366,7 +366,7 @@ class BarrierOps(MemoryOps):
         if len(lanes) and order and kind != "expect_tx" and behind.any():
             self.strict(
                 "missing warp synchronisation",
-                f"lanes {lane_list(mask)} arrive for their warp, but no bar.warp.sync followed the memory accesses "
+                f"lanes {lane_list(mask)} arrive for their warp, but no bar.warp.sync followed the accesses "
                 f"of lanes {lane_list(behind)}",
             )
         for lane in lanes:
