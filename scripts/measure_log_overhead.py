@@ -159,7 +159,7 @@ def host_cost(device: torch.device, dtype: torch.dtype, pairs: int) -> dict[str,
 
 
 def event_cost(device: torch.device, repeats: int, calls: int) -> float:
-    """Median seconds of recording `calls` pairs of events that exist already: no event clock can save these."""
+    """Median seconds of recording `calls` pairs of existing events: what no event clock can save."""
     stream = torch.cuda.current_stream(device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * calls)]
 
