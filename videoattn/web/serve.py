@@ -159,9 +159,7 @@ def _media(actions: Actions, job: int, role: str, *, download: bool) -> Response
 def _private(store: Store) -> list[str]:
     """What lies in the store's own folder and is nobody's business; what visitors sent stays readable."""
     present = {path.name for path in store.state_folder.iterdir()} - {"uploads", "images"}
-    return sorted(
-        present | {"jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm", "owner.lock", "work"}
-    )
+    return sorted(present | {"jobs.sqlite3", "jobs.sqlite3-wal", "jobs.sqlite3-shm", "owner.lock", "work"})
 
 
 def _hosts(settings: Settings) -> frozenset[str]:
