@@ -31,10 +31,10 @@ PROMPT = "a large red star circling on a blue background"
 class Server:
     """`app.py` in a process of its own."""
 
-    def __init__(self, output, *options, password=None):
+    def __init__(self, output, *options, port=0):
         self.output = Path(output)
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "app.py"), "--port", "0", "--output", str(output), *options],
+            [sys.executable, str(ROOT / "app.py"), "--port", str(port), "--output", str(output), *options],
             cwd=ROOT,
             env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -53,7 +53,7 @@ class Server:
         self.port = int(self.url.rstrip("/").rsplit(":", 1)[1])
         # A full pipe would stop the server.
         threading.Thread(target=self._drain, daemon=True).start()
-        self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60, auth=password)
+        self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 
     def _drain(self):
         for line in self.process.stdout:
@@ -101,8 +101,8 @@ class Server:
 
 
 @contextmanager
-def serving(output, *options, password=None):
-    server = Server(output, *options, password=password)
+def serving(output, *options):
+    server = Server(output, *options)
     try:
         yield server
     finally:

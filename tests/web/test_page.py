@@ -81,7 +81,7 @@ def test_gallery_plays_shows_the_receipt_and_deletes(server, browse):
     expect(dialog).not_to_be_visible()
     page.once("dialog", lambda asked: asked.accept())
     page.locator(f"#va-gallery [data-job='{job}'] [data-act=delete]").click()
-    expect(page.locator(f"#va-gallery [data-job='{job}']")).to_have_count(0)
+    expect(page.locator(f"#va-gallery li[data-job='{job}']")).to_have_count(0)
     assert server.http.get(f"media/{job}/clip").status_code == 404
 
 
@@ -122,7 +122,7 @@ def test_a_queue_of_three_survives_cancels_and_a_restart(browse, tmp_path):
         server.stop()
         port = server.port
         expect(page.locator("#va-queue .va-message")).to_contain_text("does not answer")
-        server = Server(tmp_path / "clips", "--port", str(port))
+        server = Server(tmp_path / "clips", port=port)
         # The render in hand was queued again, in its old place.
         expect(running).to_contain_text("Job 1", timeout=LONG)
         expect(running).to_contain_text(re.compile("Denoising, [1-9]"), timeout=LONG)

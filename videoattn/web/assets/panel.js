@@ -106,6 +106,11 @@
       else if (data.look) open(data);
     });
 
+    // A closed dialog must not go on playing. The event does not bubble.
+    element.addEventListener("close", (event) => {
+      if (event.target.tagName === "DIALOG") event.target.replaceChildren();
+    }, true);
+
     element.addEventListener("change", (event) => {
       const field = event.target.closest("[data-query]");
       if (!field) return;
