@@ -192,3 +192,37 @@ def test_atomics_add_every_lane():
     report, out = run("atom.global.add.u32 %a, [%out], 3; red.global.max.u32 [%out+4], %t;", block=64)
     assert not report.findings
     assert out[:2].tolist() == [192, 63]
+
+
+def test_two_ctas_that_write_one_place_are_a_race():
+    report, _ = run("st.global.u32 [%out], %c;", grid=2)
+    assert any("two CTAs write the same place" in f.message for f in report.errors)
+
+
+def test_lanes_that_write_one_place_are_a_race():
+    body = "and.b32 %a, %l, 15; mul.wide.u32 %f, %a, 4; add.u64 %o, %out, %f; st.global.u32 [%o], %l;"
+    report, _ = run(body)
+    assert any("lanes of one st.global" in f.message for f in report.errors)
+
+
+def test_a_global_hand_over_between_warps_needs_a_barrier():
+    body = """setp.eq.u32 %p, %w, 0; @%p st.global.u32 [%out], %l; {sync}
+@!%p ld.global.u32 %a, [%out]; @!%p st.global.u32 [%o], %a;"""
+    body = body.replace("st.global.u32 [%out], %l;", "st.global.u32 [%out], %w;")
+    racy, _ = run(body.format(sync=""), block=64)
+    assert any(f.kind == "race" for f in racy.errors)
+    clean, _ = run(body.format(sync="bar.sync 0;"), block=64)
+    assert not clean.findings
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_a_lane_that_arrives_for_its_warp_needs_a_warp_synchronisation(synchronised):
+    body = """setp.eq.u32 %p, %t, 0; @%p mbarrier.init.shared::cta.b64 [bar], 1; bar.sync 0;
+shl.b32 %x3, %l, 2; mov.u32 %a, cell; add.u32 %a, %a, %x3; setp.eq.u32 %q, %w, 0; @!%q bra READ;
+st.shared.u32 [%a], %l; {sync}
+@%p mbarrier.arrive.shared::cta.b64 _, [bar]; bra END;
+READ: W: mbarrier.try_wait.parity.shared::cta.b64 %r, [bar], 0; @!%r bra W;
+ld.shared.u32 %b, [%a]; st.global.u32 [%o], %b; END:"""
+    report, _ = run(body.format(sync="bar.warp.sync -1;" if synchronised else ""), block=64, shared=SHARED)
+    kinds = [(f.kind, f.severity) for f in report.findings]
+    assert kinds == ([] if synchronised else [("missing warp synchronisation", "strict")])

@@ -8,13 +8,13 @@ from .errors import ExecutionError
 from .hb import GENERIC
 from .isa import LOCAL_WINDOW, SHARED_WINDOW
 from .mma_sync import ldmatrix_lanes, mma_m16n8
-from .ops_warp import WarpOps
+from .ops_global import GlobalOps
 
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3}
 
 
-class MemoryOps(WarpOps):
+class MemoryOps(GlobalOps):
     """Mixed into Context."""
 
     # ---- shared
@@ -44,12 +44,6 @@ class MemoryOps(WarpOps):
         if cta is not self.cta and cta.exited:
             self.report("exited CTA", f"{what} in shared memory of CTA rank {rank}, which has exited")
         return cta, off, lanes
-
-    def _misaligned(self, addr, nbytes: int, what: str) -> bool:
-        if (addr & (addr.dtype.type(nbytes - 1))).any():
-            self.report("misaligned", f"{what} of {nbytes} bytes at address {int(addr[0]):#x}")
-            return True
-        return False
 
     def ld_shared(self, mask, addr, size: int, count: int, order: str) -> list[np.ndarray]:
         lanes = np.flatnonzero(mask)
@@ -92,6 +86,7 @@ class MemoryOps(WarpOps):
                 key=conflict.column,
             )
         shadow.read(words, self.W.column, self.W.now, self.at)
+        self.W.unsynced |= self.mask
 
     def st_shared(self, mask, addr, size: int, values: tuple, order: str) -> None:
         lanes = np.flatnonzero(mask)
@@ -132,60 +127,7 @@ class MemoryOps(WarpOps):
                         "barrier misuse", f"{what} into the live mbarrier {cta.smem.name(start)}", key=start
                     )
         shadow.write(words, self.W.column, self.W.now, GENERIC, self.at)
-
-    # ---- global
-
-    def _global_target(self, lanes, addr, nbytes: int, what: str):
-        """(buffer, offsets, lanes) of a global access; lanes that miss are reported and dropped."""
-        a = addr[lanes]
-        memory = self.machine.device.memory
-        buf = memory.find(int(a[0]))
-        lo, hi = int(a.min()), int(a.max()) + nbytes
-        if buf is not None and lo >= buf.address and hi <= buf.address + buf.nbytes:
-            return [(buf, (a - np.uint64(buf.address)).astype(np.int64), lanes)]
-        groups: dict[int, list[int]] = {}
-        for k, x in enumerate(a):
-            b = memory.find(int(x))
-            if b is None or int(x) + nbytes > b.address + b.nbytes:
-                self.report(
-                    "out of bounds",
-                    f"{what} of {nbytes} bytes at global {memory.describe(int(x))}",
-                    key="oob",
-                )
-                continue
-            groups.setdefault(memory.buffers.index(b), []).append(k)
-        out = []
-        for i, ks in groups.items():
-            b = memory.buffers[i]
-            out.append((b, (a[ks] - np.uint64(b.address)).astype(np.int64), lanes[ks]))
-        return out
-
-    def ld_global(self, mask, addr, size: int, count: int, order: str) -> list[np.ndarray]:
-        lanes = np.flatnonzero(mask)
-        out = [np.zeros(32, _UINT[size]) for _ in range(count)]
-        if not len(lanes) or self._misaligned(addr[lanes], size * count, "ld.global"):
-            return out
-        for buf, off, some in self._global_target(lanes, addr, size * count, "ld.global"):
-            index = off >> _SHIFT[size]
-            for i in range(count):
-                out[i][some] = buf.views[size][index + i]
-            if "acquire" in order:
-                self.acquire(self.cta.cluster.ctas[0].sync_points.get((buf.address, int(off[0]))))
-        return out
-
-    def st_global(self, mask, addr, size: int, values: tuple, order: str) -> None:
-        lanes = np.flatnonzero(mask)
-        nbytes = size * len(values)
-        if not len(lanes) or self._misaligned(addr[lanes], nbytes, "st.global"):
-            return
-        for buf, off, some in self._global_target(lanes, addr, nbytes, "st.global"):
-            index = off >> _SHIFT[size]
-            for i, v in enumerate(values):
-                buf.views[size][index + i] = v.view(_UINT[size])[some]
-            if "release" in order:
-                cta = self.cta.cluster.ctas[0]
-                cta.sync_points[buf.address, int(off[0])] = self.release()
-        self.machine.progress()
+        self.W.unsynced |= self.mask
 
     # ---- local
 
@@ -289,6 +231,7 @@ class MemoryOps(WarpOps):
             before = owner.sync_points.get(key)
             owner.sync_points[key] = payload if before is None else np.maximum(before, payload)
         self.machine.progress()
+        self.machine.ordered_globally |= space == "global"
         return out
 
     # ---- matrix fragments

@@ -246,6 +246,7 @@ class Tcgen05Ops(TmaOps):
         self._tmem_check(tmem, cells, False, "tcgen05.ld")
         w.ld_issued += 1
         tmem.shadow.read(cells, w.ld_column, w.ld_issued, self.at)
+        w.unsynced |= self.mask
 
         def sample() -> list[np.ndarray]:
             if shape == "32x32b" and not packed:
@@ -303,6 +304,7 @@ class Tcgen05Ops(TmaOps):
         self._tmem_check(tmem, cells, True, "tcgen05.st", w.st_column)
         w.st_issued += 1
         tmem.shadow.write(cells, w.st_column, w.st_issued, TCGEN05, self.at)
+        w.unsynced |= self.mask
         block = np.array(values, np.uint32)
 
         def apply() -> None:
