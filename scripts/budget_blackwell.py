@@ -101,14 +101,15 @@ def difference(run: Callable[[int], Counter]) -> Counter:
 
 
 def ours(arch: str, head_dim: int) -> Counter:
-    from tests.blackwell.simulate import simulate
+    from videoattn.kernels import simulated
 
     def run(kv_len: int) -> Counter:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (
             torch.randn(1, n, 1, head_dim, generator=generator).bfloat16() for n in (QUERIES, kv_len, kv_len)
         )
-        _, _, report = simulate(q, k, v, arch=int(arch[3:6]))
+        number = int(arch.removeprefix("sm_").removesuffix("a"))
+        _, _, [report] = simulated.run(q, k, v, scale=head_dim**-0.5, arch=number, grid=1, registers=128)
         assert not report.findings, str(report)
         return sum(report.counts.values(), Counter())
 

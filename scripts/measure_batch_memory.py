@@ -106,9 +106,8 @@ def main() -> None:
         outcome = run(plan(job_file), folder / "out", Options(devices=(options.device,), min_free=0), sampler)
         seconds = time.monotonic() - started
     samples = np.array(sampler.samples, dtype=float)
-    print(
-        f"{len(outcome.done)} jobs done, {len(outcome.failed)} failed, {seconds:.0f} s, 64x64, 9 frames, 2 steps"
-    )
+    ended = f"{len(outcome.done)} jobs done, {len(outcome.failed)} failed"
+    print(f"{ended}, {seconds:.0f} s, 64x64, 9 frames, 2 steps")
     for column, name in enumerate(("driver", "worker")):
         values = samples[options.warm_up :, column]
         each, low, high = slope(values)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
+from torch._C._functorch import maybe_current_level as _transform_level
+from torch.autograd import profiler
 
 from videoattn import kernels
-from videoattn.dispatch import AttentionCall, MaskForm, choose
+from videoattn.dispatch import Bound, choose
 from videoattn.timing import recorder
 
 _library = torch.library.Library("videoattn", "DEF")
@@ -27,33 +30,41 @@ def _run(
     return_lse: bool,
     kernel: str,
     kind: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # This body is opaque to torch.compile: choosing and timing happen at run time, never while tracing.
-    form: MaskForm = "dense" if mask is not None else "kv_lengths" if kv_lengths is not None else "none"
-    call = AttentionCall.of(q, k, mask=form, return_lse=return_lse, kind=kind or None)
-    choice = choose(call, kernel)
-
-    def launch(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return kernels.get(name).run(
-            q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse
-        )
-
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # Opaque to torch.compile: choosing and timing happen at run time, never while tracing.
+    bound = choose.bind(q, k, kv_lengths, mask, return_lse, kernel, kind)
     active = recorder.active()
     if active is None:
-        out, lse = launch(choice.kernel)
-    else:
-        out, lse = active.record(call, choice, launch, device=q.device, kv_lengths=kv_lengths)
+        return bound.kernel.run(q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse)
+    return _recorded(active, bound, q, k, v, scale, kv_lengths, mask, return_lse)
+
+
+def _recorded(
+    active: recorder.CallRecorder,
+    bound: Bound,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    kv_lengths: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def launch(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kernel = bound.kernel if name == bound.choice.kernel else kernels.get(name)
+        return kernel.run(q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse)
+
+    return active.record(bound.call, bound.choice, launch, device=q.device, kv_lengths=kv_lengths)
+
+
+def _op(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind):
+    out, lse = _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind)
+    # An op's results can't be None.
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-@torch.library.impl(_library, "attention", "CPU")
-def _run_cpu(*args):
-    return _run(*args)
-
-
-@torch.library.impl(_library, "attention", "CUDA")
-def _run_cuda(*args):
-    return _run(*args)
+_library.impl("attention", _op, "CPU")
+_library.impl("attention", _op, "CUDA")
 
 
 @torch.library.register_fake("videoattn::attention", lib=_library)
@@ -62,6 +73,29 @@ def _fake(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind):
     out = q.new_empty((batch, q_len, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
     return out, lse
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the dispatcher would do nothing but call the op's body: eager tensors of CPU or CUDA, and
+    nobody who watches or transforms ops (modes, functorch, tracing, autograd, profiler)."""
+    return (
+        type(q) is torch.Tensor
+        and type(k) is torch.Tensor
+        and type(v) is torch.Tensor
+        and (q.is_cuda or q.is_cpu)
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
+        and _transform_level() is None
+        and not _tracing()
+        and not profiler._is_profiler_enabled
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    )
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_tracing = torch._C._is_tracing
 
 
 def attend(
@@ -75,16 +109,44 @@ def attend(
     return_lse: bool = False,
     kernel: str = "auto",
     kind: str = "",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The op without argument checks, with a dense mask and a kind: what the processors call.
 
-    Shapes as in `attention`; the second result is empty unless `return_lse`.
+    Shapes as in `attention`; the second result is None unless `return_lse`.
     """
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
-    return torch.ops.videoattn.attention(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind)
+    # The dispatcher costs an eager call as much as all the rest of the op; a compiled one needs the op.
+    if not torch.compiler.is_dynamo_compiling() and _plain(q, k, v):
+        return _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind)
+    out, lse = torch.ops.videoattn.attention.default(
+        q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind
+    )
+    return out, lse if return_lse else None
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    kernel: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    kernel: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -116,7 +178,7 @@ def attention(
     """
     _check(q, k, v, kv_lengths, kernel)
     out, lse = attend(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, kernel=kernel)
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
 
 
 def _check(
@@ -126,30 +188,36 @@ def _check(
         raise RuntimeError(
             "videoattn.attention has no backward: call it under torch.no_grad() or detach its inputs"
         )
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+    # Each question to a tensor makes a Python object, so none is asked twice.
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not (len(q_shape) == len(k_shape) == len(v_shape) == 4):
         raise ValueError(
             f"q, k and v must be (batch, seq, heads, head_dim), got {q.dim()}, {k.dim()} and {v.dim()} dims"
         )
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+    if k_shape != v_shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k_shape)} and {tuple(v_shape)}")
+    batch, q_len, heads, head_dim = q_shape
+    k_batch, kv_len, k_heads, k_head_dim = k_shape
+    if batch != k_batch or heads != k_heads or head_dim != k_head_dim:
         raise ValueError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch, heads or head_dim "
+            f"q {tuple(q_shape)} and k {tuple(k_shape)} differ in batch, heads or head_dim "
             "(grouped-query attention is not supported)"
         )
-    if min(q.shape) < 1 or k.shape[1] < 1:
-        raise ValueError(f"empty attention: q {tuple(q.shape)}, k {tuple(k.shape)}")
-    if not (q.dtype == k.dtype == v.dtype):
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    if not (q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}")
+    if batch < 1 or q_len < 1 or heads < 1 or head_dim < 1 or kv_len < 1:
+        raise ValueError(f"empty attention: q {tuple(q_shape)}, k {tuple(k_shape)}")
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {dtype}, {k.dtype} and {v.dtype}")
+    device = q.device
+    if k.device != device or v.device != device:
+        raise ValueError(f"q, k and v must be on one device, got {device}, {k.device} and {v.device}")
     if kv_lengths is not None:
-        if kv_lengths.dtype != torch.int32 or kv_lengths.shape != (q.shape[0],):
+        if kv_lengths.dtype != torch.int32 or kv_lengths.shape != (batch,):
             raise ValueError(
-                f"kv_lengths must be int32 of shape ({q.shape[0]},), got {kv_lengths.dtype} "
+                f"kv_lengths must be int32 of shape ({batch},), got {kv_lengths.dtype} "
                 f"of shape {tuple(kv_lengths.shape)}"
             )
-        if kv_lengths.device != q.device:
-            raise ValueError(f"kv_lengths must be on {q.device}, it is on {kv_lengths.device}")
+        if kv_lengths.device != device:
+            raise ValueError(f"kv_lengths must be on {device}, it is on {kv_lengths.device}")
     if kernel != "auto" and kernel not in kernels.NAMES:
         raise ValueError(f"unknown attention kernel '{kernel}': choose from auto, {', '.join(kernels.NAMES)}")

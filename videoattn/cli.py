@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,6 +81,8 @@ def render(
     from videoattn.render.settings import work
 
     prepared = check(job, local_files_only=local_files_only, warn=_warn)
+    if from_ is not None:
+        _warn_of_another_image(from_, prepared.image_sha256)
     resolved = prepared.job
     place = output or unused_name(resolved.prompt, resolved.seed)
     check_places(place, poster=poster, preview=preview, timing=timing)
@@ -161,11 +165,96 @@ def show(clip: Path, /, *, json: bool = False) -> None:
 
 
 @app.command
-def doctor() -> int:
-    """Say what this machine can do: device, versions, kernels, codecs, disk."""
-    from videoattn.doctor import examine
+def doctor(*, verify: bool = False) -> int:
+    """Say what this machine can do: device, versions, kernels, codecs, disk.
 
-    return examine(out)
+    Parameters
+    ----------
+    verify
+        First run our own kernels' self-check on each GPU, in a process of its own; `auto` trusts what passes.
+    """
+    from videoattn.doctor import examine, verify_kernels
+
+    return (verify_kernels(out) if verify else 0) or examine(out)
+
+
+app.command(
+    "videoattn.batch.command:batch", name="batch", help="Render every job of a CSV, JSON Lines or YAML file."
+)
+app.command("videoattn.timing.command:timing", name="timing", help="Print the tables of a timing log.")
+app.command("videoattn.web.command:ui", name="ui", help="Serve the web page.")
+
+sim = App(name="sim", help="Run Hopper and Blackwell kernels' PTX on this CPU.", help_format="plaintext")
+app.command(sim)
+
+
+@sim.command(name="ladder")
+def sim_ladder(
+    step: str | None = None,
+    /,
+    *,
+    schedule: str = "early",
+    shape: str = "1x256x256",
+    trace: bool = False,
+    timeline: Path | None = None,
+) -> int:
+    """Run kernels of the ladder and compare them with fp32 attention; 1 if one has findings or is wrong.
+
+    Parameters
+    ----------
+    step
+        A step's number or name; all by default.
+    schedule
+        early, late, random or random:SEED; several, comma-separated.
+    shape
+        HEADSxQ_LENxKV_LEN.
+    trace
+        Print every warp's and engine's events.
+    timeline
+        Write a trace for Perfetto or chrome://tracing.
+    """
+    with _simulator() as command:
+        return command.ladder(step, schedule=schedule, shape=shape, trace=trace, timeline=timeline)
+
+
+@sim.command(name="run")
+def sim_run(
+    file: Path,
+    /,
+    *,
+    launch: Path,
+    schedule: str = "early",
+    trace: bool = False,
+    timeline: Path | None = None,
+) -> int:
+    """Run one kernel of a PTX file; 1 if there are findings.
+
+    Parameters
+    ----------
+    file
+        The PTX file.
+    launch
+        JSON: entry, grid, block, dynamic_smem, args and buffers, as docs/simulator.md describes.
+    schedule
+        early, late, random or random:SEED.
+    trace
+        Print every warp's and engine's events.
+    timeline
+        Write a trace for Perfetto or chrome://tracing.
+    """
+    with _simulator() as command:
+        return command.run(file, launch, schedule=schedule, trace=trace, timeline=timeline)
+
+
+@contextmanager
+def _simulator() -> Iterator[Any]:
+    from videoattn.ptxsim import command
+    from videoattn.ptxsim.errors import PtxSimError
+
+    try:
+        yield command
+    except PtxSimError as error:
+        raise UsageError(str(error)) from None
 
 
 def _job(prompt: str | None, settings: RenderJob, source: Path | None) -> RenderJob:
@@ -184,6 +273,14 @@ def _job(prompt: str | None, settings: RenderJob, source: Path | None) -> Render
         keep = ("prompt", "negative_prompt", "width", "height", "num_frames", "frame_rate", "seed", "image")
         earlier = {name: earlier[name] for name in keep}
     return RenderJob.parse({name: value for name, value in earlier.items() if value is not None} | given)
+
+
+def _warn_of_another_image(clip: Path, sha256: str | None) -> None:
+    from videoattn.render.metadata import read
+
+    before = read(clip).get("image_sha256")
+    if before is not None and sha256 is not None and before != sha256:
+        _warn(f"the image is not the one that {clip} was rendered from")
 
 
 def _check_arms(arms: tuple[str, ...]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,8 +29,7 @@ class KernelUnavailable(RuntimeError):
     """A kernel was asked for by name and cannot serve the call; the message says why."""
 
 
-# Not frozen: a frozen dataclass takes twenty times as long to make, and every call makes one.
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class AttentionCall:
     """Everything about one attention call that decides which kernel may serve it.
 
@@ -96,6 +95,8 @@ def _cuda_capability(index: int) -> tuple[int, int]:
 
 # The project's own kernels, then PyTorch's: `auto` never picks a third party's kernel on its own.
 AUTO_ORDER = ("blackwell", "hopper", "sdpa")
+# Bounds what choices are kept for; a render meets a few dozen shapes.
+REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,86 @@ class Choice:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-@lru_cache(maxsize=1024)
-def choose(call: AttentionCall, requested: str = "auto") -> Choice:
-    """Pick the kernel for a call.
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A call, what was chosen for it, and the chosen kernel's module."""
 
-    `requested` is a kernel's name or `auto`. A named kernel is bound or `KernelUnavailable` is raised;
-    `auto` takes the first of `AUTO_ORDER` that supports the call and has passed its self-check.
-    Verdicts are cached; `choose.cache_clear()` after a kernel was built or verified.
-    """
+    call: AttentionCall
+    choice: Choice
+    kernel: kernels.Kernel
+
+
+class Chooser:
+    """Picks kernels for calls, and remembers: by call, and by the tensors' shapes for the op's own use."""
+
+    def __init__(self) -> None:
+        self._choices: dict[tuple[AttentionCall, str], Choice] = {}
+        self._bound: dict[tuple, Bound] = {}
+
+    def __call__(self, call: AttentionCall, requested: str = "auto") -> Choice:
+        """Pick the kernel for a call.
+
+        `requested` is a kernel's name or `auto`. A named kernel is bound or `KernelUnavailable` is raised;
+        `auto` takes the first of `AUTO_ORDER` that supports the call and has passed its self-check.
+        Verdicts are cached; `choose.cache_clear()` after a kernel was built or verified.
+        """
+        # Asking a kernel whether it is trusted reads a file, and no verdict depends on where a call sits.
+        key = (replace(call, kind=None), requested)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = _choose(call, requested)
+            _keep(self._choices, key, choice)
+        return choice
+
+    def bind(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        kv_lengths: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        return_lse: bool,
+        requested: str,
+        kind: str,
+    ) -> Bound:
+        """The call these arguments make, and the kernel chosen for it; cheap for shapes seen before."""
+        key = (
+            q.shape,
+            k.shape,
+            q.dtype,
+            q.device,
+            mask is None,
+            kv_lengths is None,
+            return_lse,
+            requested,
+            kind,
+        )
+        bound = self._bound.get(key)
+        if bound is None:
+            form: MaskForm = (
+                "dense" if mask is not None else "kv_lengths" if kv_lengths is not None else "none"
+            )
+            call = AttentionCall.of(q, k, mask=form, return_lse=return_lse, kind=kind or None)
+            choice = self(call, requested)
+            bound = Bound(call, choice, kernels.get(choice.kernel))
+            _keep(self._bound, key, bound)
+        return bound
+
+    def cache_clear(self) -> None:
+        """Forget every choice, after a kernel was built or verified."""
+        self._choices.clear()
+        self._bound.clear()
+
+
+def _keep(cache: dict, key: Any, value: Any) -> None:
+    if len(cache) >= REMEMBERED:
+        cache.clear()
+    cache[key] = value
+
+
+choose = Chooser()
+
+
+def _choose(call: AttentionCall, requested: str) -> Choice:
     if requested != "auto":
         kernel = kernels.get(requested)
         reason = kernel.supports(call)

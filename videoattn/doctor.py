@@ -38,6 +38,35 @@ def examine(console: Console) -> int:
     return 1 if problems else 0
 
 
+def verify_kernels(console: Console) -> int:
+    """Run the self-check of our kernels on each GPU they are built for; returns 1 if one fails, else 0."""
+    import torch
+
+    from videoattn.kernels import blackwell, hopper, library, verify
+
+    if not torch.cuda.is_available():
+        console.print(Text("self-check: there is no GPU to check a kernel on", style="red"))
+        return 1
+    failed = False
+    for index in range(torch.cuda.device_count()):
+        for name, kernel in (("hopper", hopper), ("blackwell", blackwell)):
+            if torch.cuda.get_device_capability(index) not in kernel.CAPABILITIES:
+                continue
+            try:
+                verdict = verify.verify(name, index)
+            except library.BuildError as error:
+                console.print(Text(f"self-check of {name} on cuda:{index}: {error}", style="red"))
+                failed = True
+                continue
+            outcome = "passed" if verdict.passed else "FAILED"
+            style = "" if verdict.passed else "red"
+            console.print(
+                Text(f"self-check of {name} on cuda:{index}: {outcome}, {verdict.detail}", style=style)
+            )
+            failed |= not verdict.passed
+    return int(failed)
+
+
 def _machine(problems: list[str]) -> list[tuple[str, str]]:
     rows = [("python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
     try:

@@ -23,78 +23,11 @@
 #include "config.h"
 #include "ptx.cuh"
 #include "softmax.cuh"
+#include "tile.cuh"
 #include "wgmma.cuh"
 
 namespace videoattn::hopper {
 namespace {
-
-// 64 kConsumers query rows against a run of key blocks of one head.
-struct Tile {
-    int batch, head, row;     // first query row
-    int split, first_block, blocks;
-    int tail;      // valid keys of the last block
-    bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
-};
-
-template <typename C>
-__device__ __forceinline__ Tile locate(const Args& args, int index) {
-    Tile tile;
-    int rest = index / args.q_tiles;
-    tile.row = (index - rest * args.q_tiles) * C::kTileM;
-    tile.split = rest;
-    if (args.splits > 1) {
-        rest /= args.splits;
-        tile.split -= rest * args.splits;
-    } else {
-        tile.split = 0;
-    }
-    tile.batch = rest / args.heads;
-    tile.head = rest - tile.batch * args.heads;
-    int length = args.kv_len;
-    if (args.kv_lengths != nullptr) length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
-    const int blocks = (length + C::kTileN - 1) / C::kTileN;
-    tile.first_block = 0;
-    tile.blocks = blocks;
-    if (args.splits > 1) {
-        tile.first_block = static_cast<int>(static_cast<int64_t>(blocks) * tile.split / args.splits);
-        tile.blocks = static_cast<int>(static_cast<int64_t>(blocks) * (tile.split + 1) / args.splits) - tile.first_block;
-    }
-    tile.tail = min(C::kTileN, length - (tile.first_block + tile.blocks - 1) * C::kTileN);
-    tile.clear = tile.tail < C::kTileN && length < args.kv_len;
-    return tile;
-}
-
-template <typename C>
-struct Shared {
-    uint32_t base;
-
-    __device__ __forceinline__ uint32_t q(int group) const { return base + C::kQOffset + group * C::kGroupBytes; }
-    __device__ __forceinline__ uint32_t o(int group) const { return base + C::kOOffset + group * C::kGroupBytes; }
-    __device__ __forceinline__ uint32_t k(int stage) const { return base + C::kKOffset + stage * C::kKvBytes; }
-    __device__ __forceinline__ uint32_t v(int stage) const { return base + C::kVOffset + stage * C::kKvBytes; }
-    __device__ __forceinline__ uint32_t barrier(int index) const { return base + C::kBarrierOffset + 8 * index; }
-    __device__ __forceinline__ uint32_t q_full(int group) const { return barrier(group); }
-    __device__ __forceinline__ uint32_t q_empty(int group) const { return barrier(C::kConsumers + group); }
-    __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 * C::kConsumers + stage); }
-    __device__ __forceinline__ uint32_t k_empty(int stage) const { return k_full(stage + C::kStages); }
-    __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(stage + 2 * C::kStages); }
-    __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }
-    __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
-};
-
-// A position in the ring of key or value buffers.
-template <typename C>
-struct Ring {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == C::kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
 
 // ---- producer ----
 
@@ -184,14 +117,14 @@ struct Consumer {
     static constexpr int kOutputs = C::kHeadDim / 2;
     static constexpr int kQSteps = C::kHeadDim / 16;
     static constexpr int kPSteps = C::kTileN / 16;
-    static constexpr uint32_t kAccumulate = 1, kClear = 2, kStore = 4, kRescale = 8;
+    static constexpr uint32_t kAccumulate = 1u << 30, kClear = 1u << 31;
     using Scores = Softmax<C::kTileN, C::kSoftExp2>;
 
     const Shared<C>& smem;
     const int group;
     uint32_t step = 0;  // key blocks whose scores are done; the values of step - 1 come with the scores of step
-    uint32_t phases = 0;  // bit s: of v_clean[s]; bit kStages: of q_full
-    uint32_t pending = 0;  // what the P V to come does to O (kAccumulate, kClear) and what comes before it
+    // Phases, bit s of v_clean[s] and bit kStages of q_full; and about the P V to come kAccumulate and kClear.
+    uint32_t state = 0;
     uint32_t q[C::kQInRegisters ? kQSteps : 1][4];
 
     __device__ __forceinline__ Consumer(const Shared<C>& smem_, int group_) : smem(smem_), group(group_) {}
@@ -206,8 +139,8 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void take_queries() {
-        barrier_wait(smem.q_full(group), phases >> C::kStages & 1);
-        phases ^= 1u << C::kStages;
+        barrier_wait(smem.q_full(group), state >> C::kStages & 1);
+        state ^= 1u << C::kStages;
         if constexpr (C::kQInRegisters) {
             const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 #pragma unroll
@@ -220,6 +153,7 @@ struct Consumer {
 
     __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
         const uint64_t k = descriptor(smem.k(stage(step)), 16);
+        pin(s);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kQSteps; ++step) {
@@ -237,10 +171,11 @@ struct Consumer {
 
     __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4]) {
         const uint64_t v = descriptor(smem.v(stage(step - 1)), C::kTileN * 128);
+        pin(o);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kPSteps; ++step)
-            Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 ? 1 : pending & kAccumulate);
+            Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 ? 1 : state & kAccumulate);
         wgmma_commit();
     }
 
@@ -252,98 +187,109 @@ struct Consumer {
     __device__ __forceinline__ void wait_values() {
         const int at = stage(step - 1);
         barrier_wait(smem.v_full(at), phase(step - 1));
-        if (pending & kClear) {
-            barrier_wait(smem.v_clean(at), phases >> at & 1);
-            phases ^= 1u << at;
+        if (state & kClear) {
+            barrier_wait(smem.v_clean(at), state >> at & 1);
+            state ^= 1u << at;
         }
     }
 
-    // Every tile of this CTA, one key block a step.
+    // Every tile of this CTA, one key block a step. Between steps p holds the last block's P.
     __device__ __forceinline__ void run(const CUtensorMap& o_map, const Args& args) {
-        float s[kScores], o[kOutputs];
-        float factor[2] = {1.0f, 1.0f};  // what `pending` has O multiplied by
+        float s[kScores], o[kOutputs], factor[2];
         uint32_t p[kPSteps][4];
         // Tiles are located anew where they are needed: registers are dearer than the few divisions.
         int index = next_tile(o_map, args, blockIdx.x);
         if (index >= args.tiles) return;
         int left, tail;  // scores of this tile still to be issued, valid keys of its first block
-        pending = start(args, index, left, tail);
+        start(args, index, left, tail);
 
-        take_queries();
         wait_keys();
         take_turn();
-        pin(s);
+        take_queries();
         issue_scores(s);
         pass_turn();
         wgmma_wait<0>();
         pin(s);
-        finish_scores(--left == 0);
         Scores softmax(args.scale_log2);
-        if (tail < C::kTileN) Scores::mask(s, tail);
-        softmax.begin(s);
-        softmax.subtract(s, factor);
-        softmax.exponentiate(s);
-        ++step;
+        open_rows(s, softmax, left, tail);
 
-        // The loop begins where a block's P V ends: ptxas lifts the wait for it over any arithmetic of its basic
-        // block, and only here does that leave the exponentials beside the P V of the block before.
-        int done = index;
-        while (true) {
-            wgmma_wait<0>();
-            pin(s);
-            pin(o);
-            if (step > 1) release(smem.v_empty(stage(step - 2)));
-            Scores::template pack_fragments<Element>(s, p);
-            if (pending & kStore) {
-                store(o_map, args, done, o, factor);
-            } else if (pending & kRescale) {
+        // ptxas lifts the wait for a P V over all arithmetic of its basic block, exponentials included, and nothing
+        // would be left to run beside the P V. So each wait stands where paths meet: here and after the rescaling.
+        for (int done = index;;) {
+            finish_output(s, o, p);
+            if (step > 1) store(o_map, args, done, o, factor);
+            while (left > 0) {
+                wait_keys();
+                take_turn();
+                issue_scores(s);
+                wait_values();
+                issue_output(o, p);
+                pass_turn();
+                state = (state | kAccumulate) & ~kClear;
+                wgmma_wait<1>();
+                pin(s);
+                finish_scores(--left == 0);
+                const bool moves = softmax.subtract(s, factor);
+                softmax.exponentiate(s);
+                pin(s);
+                if (moves) {
+                    wgmma_wait<0>();
+                    pin(o);
 #pragma unroll
-                for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+                    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
+                }
+                finish_output(s, o, p);
             }
-            if (left == 0) {
-                done = index;
-                index = next_tile(o_map, args, index + gridDim.x);
-                if (index >= args.tiles) break;
+
+            done = index;
+            index = next_tile(o_map, args, index + gridDim.x);
+            if (index >= args.tiles) {
+                index = done;
+                break;
             }
             wait_keys();
             take_turn();
-            if (left == 0) take_queries();
-            pin(s);
+            take_queries();
             issue_scores(s);
             wait_values();
             issue_output(o, p);
             pass_turn();
-            if (left == 0) {
-                pending = start(args, index, left, tail) | kStore;
-                finish_rows(args, done, softmax, factor);
-            } else {
-                pending = kAccumulate;
-            }
+            start(args, index, left, tail);
+            finish_rows(args, done, softmax, factor);
             wgmma_wait<1>();
             pin(s);
-            finish_scores(--left == 0);
-            if (pending & kStore) {
-                if (tail < C::kTileN) Scores::mask(s, tail);
-                softmax.begin(s);
-            }
-            float moved[2] = {1.0f, 1.0f};
-            if (softmax.subtract(s, moved) && pending & kAccumulate) {
-                pending |= kRescale;
-                factor[0] = moved[0];
-                factor[1] = moved[1];
-            }
-            softmax.exponentiate(s);
-            pin(s);
-            ++step;
+            open_rows(s, softmax, left, tail);
         }
 
-        finish_rows(args, done, softmax, factor);
+        finish_rows(args, index, softmax, factor);
         wait_values();
         issue_output(o, p);
         wgmma_wait<0>();
         pin(o);
         release(smem.v_empty(stage(step - 1)));
-        store(o_map, args, done, o, factor);
+        store(o_map, args, index, o, factor);
+    }
+
+    // The exponentials of a tile's first block.
+    __device__ __forceinline__ void open_rows(float (&s)[kScores], Scores& softmax, int& left, int tail) {
+        float unused[2];  // nothing has been accumulated against an earlier reference
+        finish_scores(--left == 0);
+        if (tail < C::kTileN) Scores::mask(s, tail);
+        softmax.begin(s);
+        softmax.subtract(s, unused);
+        softmax.exponentiate(s);
+        pin(s);
+    }
+
+    // Waits for the P V in flight, if there is one, and packs the exponentials for the next.
+    __device__ __forceinline__ void finish_output(float (&s)[kScores], float (&o)[kOutputs],
+                                                  uint32_t (&p)[kPSteps][4]) {
+        wgmma_wait<0>();
+        pin(s);
+        pin(o);
+        if (step > 0) release(smem.v_empty(stage(step - 1)));
+        ++step;
+        Scores::template pack_fragments<Element>(s, p);
     }
 
     // The first tile from `index` on that has keys, or one past the last; those without get their zeros here.
@@ -356,11 +302,12 @@ struct Consumer {
         return index;
     }
 
-    __device__ __forceinline__ uint32_t start(const Args& args, int index, int& left, int& tail) {
+    __device__ __forceinline__ void start(const Args& args, int index, int& left, int& tail) {
         const Tile tile = locate<C>(args, index);
         left = tile.blocks;
         tail = tile.tail;
-        return tile.clear ? kClear : 0;
+        state &= ~(kAccumulate | kClear);
+        if (tile.clear) state |= kClear;
     }
 
     __device__ __forceinline__ void finish_scores(bool last) {
@@ -522,8 +469,8 @@ VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_bf16, D128N128, __nv_bfloat16
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_fp16, D128N128, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_bf16, D64N144, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_fp16, D64N144, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_bf16, D64N96, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_fp16, D64N96, __half)
 
 namespace videoattn {
 
@@ -531,7 +478,7 @@ KernelList hopper_kernels() {
     static const Kernel kernels[] = {
         VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
         VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }

@@ -19,6 +19,9 @@ from videoattn.jobs import JobState, Store, StoreReader
 from videoattn.render.metadata import read_job
 
 CLI = Path(__file__).with_name("batch_cli.py")
+# x264's macroblock tree reads uninitialised memory at widths that 128 does not divide, and then one clip in
+# a hundred comes out with other bits; where bits are compared the width is 128.
+EXACT = {"width": 128, "height": 64}
 SMALL = {"width": 64, "height": 64, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 1}
 
 
@@ -71,10 +74,12 @@ class Links(html.parser.HTMLParser):
 
 
 def test_a_batch_with_a_failure_its_reports_export_and_resume(tmp_path, job_file):
+    broken = tmp_path / "style.safetensors"
+    broken.write_bytes(b"these are no weights")
     path = job_file(
         [
             {"prompt": "a red ball", "seeds": "1..2"},
-            {"prompt": "<b>no & kernel</b>", "attention": "flash4", "name": "broken"},
+            {"prompt": "<b>no & weights</b>", "lora": str(broken), "name": "broken"},
             {"prompt": "a blue square", "name": "square"},
         ]
     )
@@ -83,7 +88,7 @@ def test_a_batch_with_a_failure_its_reports_export_and_resume(tmp_path, job_file
     assert "4 to render" in text
     assert "3 rendered, 1 failed" in text
     assert "broken (jobs.json row 2)" in text
-    assert "flash4" in text
+    assert "style.safetensors" in text
     made = clips(out)
     assert len(made) == 3
     assert read_job(out / "square.mp4").prompt == "a blue square"
@@ -107,7 +112,7 @@ def test_a_batch_with_a_failure_its_reports_export_and_resume(tmp_path, job_file
     assert {link for link in links.links if link.endswith(".mp4")} == set(made)
     assert len(links.images) == 3
     assert all(image.startswith("data:image/jpeg;base64,") for image in links.images)
-    assert "&lt;b&gt;no &amp; kernel&lt;/b&gt;" in page
+    assert "&lt;b&gt;no &amp; weights&lt;/b&gt;" in page
 
     assert "4 jobs" in run("-o", out, "--export", tmp_path / "all.jsonl")
     exported = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
@@ -116,7 +121,7 @@ def test_a_batch_with_a_failure_its_reports_export_and_resume(tmp_path, job_file
 
     before = {name: (out / name).stat().st_mtime_ns for name in made}
     changed = json.loads(path.read_text())
-    changed["jobs"][1]["attention"] = "sdpa"
+    del changed["jobs"][1]["lora"]
     changed["jobs"][2]["prompt"] = "a green square"
     path.write_text(json.dumps(changed))
     assert "2 rendered, 2 done before" in run(path, "-o", out)
@@ -161,6 +166,9 @@ def test_bad_files_and_options_end_with_2_and_touch_nothing(tmp_path, job_file):
     assert "row 2, column seed" in text
     assert "2 problems" in text
     assert "Traceback" not in text
+    kernel = job_file([{"prompt": "a", "attention": "flash4"}], name="kernel.json")
+    text = run(kernel, "-o", tmp_path / "out", code=2)
+    assert "row 1, column attention: attention kernel 'flash4' cannot serve" in text
     for arguments in (
         [],
         [tmp_path / "none.csv"],
@@ -186,7 +194,7 @@ def done(folder):
 
 
 def test_interrupt_second_run_and_resume(tmp_path, job_file):
-    path = job_file([{"prompt": "a red ball", "seeds": "1..40", "num_inference_steps": 6}])
+    path = job_file([{"prompt": "a red ball", "seeds": "1..40", "num_inference_steps": 6}], **EXACT)
     out, whole = tmp_path / "out", tmp_path / "whole"
     first = start(path, "-o", out)
     wait_until(lambda: done(out) >= 3)
@@ -199,6 +207,7 @@ def test_interrupt_second_run_and_resume(tmp_path, job_file):
     assert time.monotonic() - asked < 20
     assert "interrupted: the same command goes on" in text
     assert (out / "report.html").is_file()
+    assert list((out / ".videoattn" / "work").iterdir()) == []
     between = done(out)
     assert 3 <= between < 40
     assert len(clips(out)) == between
@@ -211,7 +220,7 @@ def test_interrupt_second_run_and_resume(tmp_path, job_file):
 @pytest.mark.slow
 def test_kills_at_random_moments_end_bit_equal_to_an_uninterrupted_run(tmp_path, job_file):
     prompts = ["a red ball", "a blue square moves", "a green ball rolls", "the blue ball"]
-    path = job_file([{"prompt": prompts, "seeds": "1..50"}])
+    path = job_file([{"prompt": prompts, "seeds": "1..50"}], **EXACT)
     out, whole = tmp_path / "out", tmp_path / "whole"
     rng = random.Random(7)
     deaths = 0

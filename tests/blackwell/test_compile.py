@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.blackwell.simulate import SOURCE
 from videoattn.kernels import library
 from videoattn.kernels.ptxas import compile_ptx, compile_report
 
@@ -11,6 +10,7 @@ try:
 except library.BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+SOURCE = library.SOURCES / "blackwell" / "attention.cu"
 KERNELS = {f"videoattn_blackwell_d{d}_{t}" for d in (64, 128) for t in ("bf16", "fp16")}
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.blackwell.mutants import Edit, edited_sources
 from tests.blackwell.simulate import simulate
 from tests.blackwell.test_simulated import operands
-from videoattn.kernels import abi, library, plan
+from videoattn.kernels import abi, library, plan, simulated
 from videoattn.kernels.accuracy import compare
 from videoattn.kernels.ptxas import compile_ptx
 from videoattn.ptxsim import Module, Schedule
@@ -136,27 +136,20 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_caught(mutant, tmp_path):
+def test_is_caught(mutant, tmp_path, monkeypatch):
     sources = edited_sources(tmp_path, mutant.edits)
     code = Module.from_file(compile_ptx(sources / "blackwell" / "attention.cu"))
     planner = abi.declare(ctypes.CDLL(str(plan.build(sources))))
+    monkeypatch.setattr(simulated, "module", lambda source, target: code)
+    monkeypatch.setattr(plan, "load", lambda: planner)
     q, k, v = operands(*mutant.shape)
     lengths = torch.tensor(mutant.kv_lengths, dtype=torch.int32) if mutant.kv_lengths else None
     for b, length in enumerate(mutant.kv_lengths):
         k[b, length:] = v[b, length:] = float("nan")
     scale = q.shape[-1] ** -0.5
     for schedule in SCHEDULES:
-        out, lse, report = simulate(
-            q,
-            k,
-            v,
-            kv_lengths=lengths,
-            lse=True,
-            grid=1,
-            schedule=Schedule.named(schedule),
-            code=code,
-            planner=planner,
-        )
+        named = Schedule.named(schedule)
+        out, lse, report = simulate(q, k, v, kv_lengths=lengths, lse=True, schedule=named)
         if report.findings:
             print(schedule, report.findings[0])
             return

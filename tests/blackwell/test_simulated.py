@@ -5,11 +5,10 @@ import os
 import pytest
 import torch
 
+from tests.blackwell.simulate import simulate
 from videoattn.kernels import library
 from videoattn.kernels.accuracy import compare
 from videoattn.ptxsim import Schedule
-
-from .simulate import simulate
 
 try:
     library.find_compiler()
@@ -51,8 +50,7 @@ def test_two_whole_tiles(head_dim, dtype, schedule):
     check(*operands(1, 256, 256, 1, head_dim, dtype), schedule=schedule)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, FP16)])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (127, 129), (129, 255), (200, 40)])
 def test_lengths_that_end_inside_a_tile(q_len, kv_len, head_dim, dtype):
     check(*operands(1, q_len, kv_len, 1, head_dim, dtype), schedule="random:2")
@@ -60,7 +58,7 @@ def test_lengths_that_end_inside_a_tile(q_len, kv_len, head_dim, dtype):
 
 @full
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("q_len", "kv_len"), [(255, 257), (257, 383), (300, 513), (126, 1024), (512, 127)])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(127, 129), (257, 383), (300, 513), (126, 1024), (512, 127)])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, BF16), (128, FP16), (64, FP16)])
 def test_lengths_over_several_tiles(q_len, kv_len, head_dim, dtype, schedule):
     check(*operands(1, q_len, kv_len, 1, head_dim, dtype), schedule=schedule)
@@ -124,7 +122,7 @@ def test_split_keys_with_lengths():
 
 @pytest.mark.parametrize("key", [5, 14])
 def test_nan_is_not_swallowed(key):
-    """NaN in a valid key reaches every row, by the hardware exponential (column 5) and by the software one (14)."""
+    """NaN in a valid key reaches every row, by the hardware exponential (key 5) and the software one (14)."""
     q, k, v = operands(1, 64, 64, 1, 64)
     k[0, key] = float("nan")
     out, _, report = simulate(q, k, v)

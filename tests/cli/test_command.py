@@ -1,16 +1,23 @@
 """The command as a user types it."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 import av
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.cli.command import TINY, complaint, environment, run, start
+from videoattn.render import metadata
+from videoattn.render.clip import Clip, write_mp4
+from videoattn.render.job import RenderJob
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +169,24 @@ def test_show_and_refusals_answer_without_torch(clip, tmp_path):
             text=True,
         )
         assert not loaded(result.stderr) & {"torch", "diffusers", "transformers"}
+
+
+def test_another_image_than_the_clips_own_is_announced(ltx_folder, tmp_path):
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "first.png")
+    job = RenderJob(prompt="x", model=str(ltx_folder), width=128, height=96, num_frames=17, image="first.png")
+    digest = hashlib.sha256((tmp_path / "first.png").read_bytes()).hexdigest()
+    # A folder in the output's place ends the command before anything is loaded.
+    (tmp_path / "out.mp4").mkdir()
+    for name, sha256 in (("same", digest), ("other", "0" * 64)):
+        tags = metadata.tags(metadata.describe(job, device="cpu", receipt=None, image_sha256=sha256))
+        clip = Clip(np.zeros((17, 96, 128, 3), np.uint8), Fraction(24))
+        write_mp4(tmp_path / f"{name}.mp4", clip, place=tmp_path / f"{name}.mp4", crf=16, metadata=tags)
+    said = {
+        name: run("render", "--from", f"{name}.mp4", "-o", "out.mp4", cwd=tmp_path).stderr
+        for name in ("same", "other")
+    }
+    assert "is not the one that other.mp4 was rendered from" in said["other"]
+    assert "is not the one" not in said["same"]
 
 
 def loaded(importtime: str) -> set[str]:

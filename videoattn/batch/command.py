@@ -128,8 +128,16 @@ def _render(
 ) -> int:
     from videoattn.batch.plan import plan
 
-    planned = plan(path, defaults=defaults, local_files_only=local_files_only, warn=_warn)
     devices = _devices(device)
+    # A dry run may happen on another machine than the render.
+    planned = plan(
+        path,
+        defaults=defaults,
+        local_files_only=local_files_only,
+        device=None if dry_run else devices[0],
+        compare=compare,
+        warn=_warn,
+    )
     if dry_run:
         _print_plan(planned, output, devices)
         return DONE
@@ -238,7 +246,7 @@ def _devices(text: str | None) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names):
         raise UsageError(f"--device {text}: name each device once, as in cuda:0,cuda:1")
     if names != ["cpu"]:
-        from videoattn.render.models import pick_device
+        from videoattn.render.devices import pick_device
 
         return tuple(str(pick_device(name)) for name in names)
     return ("cpu",)

@@ -69,13 +69,16 @@ def plan(
     *,
     defaults: Mapping[str, Any] | None = None,
     local_files_only: bool = False,
+    device: str | None = None,
+    compare: tuple[str, ...] = (),
     warn: Callable[[str], None] = lambda text: None,
 ) -> list[Planned]:
     """Read, expand and check a job file; the jobs come grouped by model and shape, else in the file's order.
 
-    Reads model configs and images, no weights. Raises `JobFileError` with everything that is wrong, or
-    `UsageError` when the file can't be read at all. `warn` receives one line for each job that repeats
-    another one (it is rendered once) and whatever a check finds odd.
+    Reads model configs and images, no weights. With `device`, kernels that are asked for by name must run
+    there. Raises `JobFileError` with everything that is wrong, or `UsageError` when the file can't be read
+    at all. `warn` receives one line for each job that repeats another one (it is rendered once) and
+    whatever a check finds odd.
     """
     problems = Problems()
     drafts = [draft for row in read(path, defaults=defaults) for draft in _drafts(row, path.parent, problems)]
@@ -93,6 +96,8 @@ def plan(
         except (UsageError, RenderError) as error:
             _note(error, draft.place, problems)
             continue
+        if device is not None and (compare or draft.job.attention != "auto"):
+            _check_kernels(prepared, device, compare, draft.place, problems)
         hashed = content_hash(prepared.job.model_dump(mode="json"), prepared.image_sha256)
         name = draft.name or _name(prepared.job, hashed)
         checked.append(Planned(prepared, name, hashed, draft.place, draft.allow_offload))
@@ -163,6 +168,22 @@ def _resolve_paths(settings: dict[str, Any], folder: Path) -> None:
         value = settings.get(column)
         if isinstance(value, str) and value not in ("", "demo") and (folder / value).exists():
             settings[column] = str(folder / value)
+
+
+def _check_kernels(
+    prepared: Prepared, device: str, compare: tuple[str, ...], place: Place, problems: Problems
+) -> None:
+    from videoattn.render.devices import pick_device, require_kernels
+
+    try:
+        require_kernels(prepared, pick_device(device), ())
+    except (UsageError, RenderError) as error:
+        problems.add(place, "attention", str(error))
+        return
+    try:
+        require_kernels(prepared, pick_device(device), compare)
+    except (UsageError, RenderError) as error:
+        problems.add(place, None, str(error))
 
 
 def _note(error: Exception, place: Place, problems: Problems) -> None:

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from videoattn.batch.plan import Planned
-from videoattn.jobs import Job, JobState, NewJob, RetryLimit, Store, Worker
+from videoattn.jobs import Job, JobState, NewJob, Store, Worker
+from videoattn.jobs.model import RETRYABLE
 from videoattn.jobs.rendering import LOOKAHEAD, identify, new_job, render_job
 
 _POLL = 0.1
@@ -128,7 +129,8 @@ def synchronise(
     cancelled.
     """
     ids: list[int] = []
-    todo: list[int] = []
+    todo: set[int] = set()
+    again: dict[int, str] = {}
     missing: list[NewJob] = []
     places: list[int] = []
     for planned in jobs:
@@ -142,21 +144,24 @@ def synchronise(
         ids.append(job.id)
         if job.hash != planned.hash or (job.state is JobState.DONE and not options.resume):
             store.replace(job.id, wanted)
-        elif not _is_to_do(store, job, note):
-            continue
-        todo.append(job.id)
+            todo.add(job.id)
+        elif job.state is JobState.PENDING:
+            todo.add(job.id)
+        elif job.state is not JobState.DONE:
+            again[job.id] = job.name
     for place, job_id in zip(places, store.add(missing), strict=True):
         ids[place] = job_id
-        todo.append(job_id)
-    strangers = [job.id for job in store.all(JobState.PENDING) if job.id not in set(todo)]
-    for job_id in strangers:
-        store.cancel(job_id)
+        todo.add(job_id)
+    queued = set(store.retry_all(RETRYABLE, again))
+    todo |= queued
+    for job_id in again.keys() - queued:
+        note(f"{again[job_id]} was tried {store.attempt_limit} times and is left as it is")
+    strangers = store.cancel_pending(store.open_ids() - todo)
     if strangers:
-        note(f"{len(strangers)} pending jobs of other job files in {store.folder} are set aside")
-    wanted_order = set(todo)
-    todo = [job_id for job_id in ids if job_id in wanted_order]
-    store.reorder(todo)
-    return ids, todo
+        note(f"{strangers} pending jobs of other job files in {store.folder} are set aside")
+    in_order = [job_id for job_id in ids if job_id in todo]
+    store.reorder(in_order)
+    return ids, in_order
 
 
 def _new_job(planned: Planned, options: Options) -> NewJob:
@@ -169,18 +174,6 @@ def _new_job(planned: Planned, options: Options) -> NewJob:
         allow_offload=planned.allow_offload,
         max_attempts=1 + options.retries,
     )
-
-
-def _is_to_do(store: Store, job: Job, note: Callable[[str], None]) -> bool:
-    """Whether an unchanged job is to be rendered, queued again if it has failed or was stopped."""
-    if job.state in (JobState.PENDING, JobState.DONE):
-        return job.state is JobState.PENDING
-    try:
-        store.retry(job.id)
-    except RetryLimit as error:
-        note(f"{job.name} is left failed: {error}")
-        return False
-    return True
 
 
 def _work(store: Store, todo: Sequence[int], workers: Sequence[Worker], view: View) -> str | None:

@@ -6,7 +6,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -170,10 +170,12 @@ class Store(StoreReader, LiveState):
         self._tell_cancelled(job)
         return JobState.RUNNING
 
-    def cancel_pending(self) -> int:
-        """Cancel everything that has not started; returns how many that were."""
+    def cancel_pending(self, jobs: Collection[int] | None = None) -> int:
+        """Cancel everything that has not started, or what of `jobs` has not; returns how many that were."""
         with self._write() as db:
-            return self._end_pending(db, "TRUE", ())
+            if jobs is None:
+                return self._end_pending(db, "TRUE", ())
+            return sum(self._end_pending(db, "id = ?", (job,)) for job in jobs)
 
     def retry(self, job: int, *, first: bool = False) -> None:
         """Queue a job again that failed, was cancelled or was interrupted, at the end or in front.
@@ -192,8 +194,10 @@ class Store(StoreReader, LiveState):
                 raise RetryLimit(f"job {job} was tried {attempt} times, the limit of this store")
             self._requeue(db, job, order.front(db) if first else order.back(db))
 
-    def retry_all(self, which: JobState | Iterable[JobState] = JobState.INTERRUPTED) -> int:
-        """Queue every job in the given states again where it was in the queue; returns how many.
+    def retry_all(
+        self, which: JobState | Iterable[JobState] = JobState.INTERRUPTED, jobs: Collection[int] | None = None
+    ) -> list[int]:
+        """Queue every job in the given states, or those of `jobs`, again where it was; returns their ids.
 
         Jobs past `attempt_limit` stay as they are.
         """
@@ -206,9 +210,11 @@ class Store(StoreReader, LiveState):
                 f"SELECT id, position FROM jobs WHERE state IN ({marks}) AND attempt < ?",
                 (*wanted, self.attempt_limit),
             ).fetchall()
+            chosen = None if jobs is None else set(jobs)
+            rows = [row for row in rows if chosen is None or row["id"] in chosen]
             for row in rows:
                 self._requeue(db, row["id"], row["position"])
-        return len(rows)
+        return [row["id"] for row in rows]
 
     def replace(self, job: int, new: NewJob) -> None:
         """Give an unstarted or ended job another payload and queue it at the end, its name kept.

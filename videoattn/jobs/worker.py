@@ -262,13 +262,17 @@ class Worker:
         if self._child is not None:
             self._child.stop()
         self._set(WorkerStatus("starting", restarts=restarts))
-        self._child = self._make_child()
-        self._set(replace(self._status, pid=self._child.pid))
-        problem = self._child.wait_until_ready(self._start_timeout, self._stopping)
-        if problem is None:
-            self._failed_starts = 0
-            return self._child
-        self._child.stop()
+        try:
+            self._child = self._make_child()
+        except OSError as error:
+            self._child, problem = None, f"the worker process could not be started: {error}"
+        else:
+            self._set(replace(self._status, pid=self._child.pid))
+            problem = self._child.wait_until_ready(self._start_timeout, self._stopping)
+            if problem is None:
+                self._failed_starts = 0
+                return self._child
+            self._child.stop()
         if not self._stopping.is_set():
             self._failed_starts += 1
             self._set(replace(self._status, state="paused", reason=problem, pid=None))

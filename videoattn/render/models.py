@@ -11,18 +11,16 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import (
-    AutoencoderKLLTX2Audio,
-    AutoencoderKLLTX2Video,
-    AutoencoderKLLTXVideo,
-    DiffusionPipeline,
-    LTX2Pipeline,
-    LTX2VideoTransformer3DModel,
-    LTXPipeline,
-    LTXVideoTransformer3DModel,
-)
-from diffusers.hooks import apply_group_offloading
+from diffusers.hooks.group_offloading import apply_group_offloading
+from diffusers.models.autoencoders.autoencoder_kl_ltx import AutoencoderKLLTXVideo
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
+from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
+from diffusers.models.transformers.transformer_ltx import LTXVideoTransformer3DModel
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from videoattn.render.devices import DTYPES
 from videoattn.render.errors import RenderError, UsageError

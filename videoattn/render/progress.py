@@ -90,7 +90,7 @@ class Terminal:
         total = self._total or 1
         self._bars.update(self._task, total=total, completed=total)
         if not self._console.is_terminal:
-            steps = f", {self._total} steps" if self._total else ""
+            steps = f", {self._total} step{'s' if self._total > 1 else ''}" if self._total else ""
             seconds = time.monotonic() - self._started
             self._console.print(f"{LABELS.get(self._name, self._name)}: {seconds:.1f} s{steps}")
         self._task = None

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    LTX2ImageToVideoPipeline,
-    LTX2LatentUpsamplePipeline,
-    LTX2Pipeline,
-    LTXImageToVideoPipeline,
-    LTXPipeline,
-)
+from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
+from diffusers.pipelines.ltx.pipeline_ltx_image2video import LTXImageToVideoPipeline
+from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
+from diffusers.pipelines.ltx2.pipeline_ltx2_image2video import LTX2ImageToVideoPipeline
+from diffusers.pipelines.ltx2.pipeline_ltx2_latent_upsample import LTX2LatentUpsamplePipeline
 from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, LTX2_5_IMAGE_CRF
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from videoattn.render.errors import RenderError

@@ -69,7 +69,10 @@ def find(job: RenderJob, *, local_files_only: bool = False) -> Source:
     if text == "demo":
         from videoattn import demo
 
-        return Source("demo", Path(demo.weights_path()))
+        try:
+            return Source("demo", demo.weights_path())
+        except FileNotFoundError as error:
+            raise RenderError(first_line(error)) from None
     path = Path(text).expanduser()
     if path.is_dir():
         return Source(text, path)
