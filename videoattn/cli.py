@@ -334,10 +334,10 @@ def guarded(command: App, tokens: list[str], name: str) -> int:
         _complain(name, str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _complain(name, "interrupted, nothing was written")
+        _complain(name, "interrupted, nothing unfinished is left")
         return INTERRUPTED
     except _Terminated:
-        _complain(name, "terminated, nothing was written")
+        _complain(name, "terminated, nothing unfinished is left")
         return TERMINATED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -130,7 +130,7 @@ def test_an_interrupted_render_leaves_nothing(ltx_folder, tmp_path, number, code
     out, err = process.communicate(timeout=60)
     result = subprocess.CompletedProcess(arguments, process.returncode, out, err)
     assert process.returncode == code
-    assert "nothing was written" in complaint(result)
+    assert "nothing unfinished is left" in complaint(result)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,10 @@
 """The files: read back by PyAV and Pillow, compared with what went in."""
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from fractions import Fraction
 
 import av
@@ -165,3 +168,31 @@ def test_preview_moves_at_the_clips_speed_and_loops(tmp_path, suffix):
 def test_a_write_that_fails_is_named(tmp_path):
     with pytest.raises(RenderError, match=r"cannot write .*clip\.mp4: no such file"):
         write(tmp_path / "missing" / "clip.mp4", Clip(moving(), Fraction(24)))
+
+
+ENCODE = """
+import sys
+from fractions import Fraction
+import numpy as np
+from videoattn.render.clip import Clip, write_mp4
+height, width = map(int, sys.argv[2:])
+frames = np.full((33, height, width, 3), (20, 30, 90), np.uint8)
+for index, frame in enumerate(frames):
+    frame[8:40, index : index + 30] = (250, 200, 0)
+write_mp4(sys.argv[1], Clip(frames, Fraction(24)), place=sys.argv[1], crf=16, metadata={})
+"""
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 704), (128, 128)])
+def test_the_same_frames_give_the_same_bytes_whatever_memory_held(tmp_path, size):
+    clips = []
+    for fill in ("1", "85", "170"):
+        path = tmp_path / f"{fill}.mp4"
+        # glibc fills every allocation with this byte, so that a read of uninitialised memory shows.
+        environment = os.environ | {
+            "MALLOC_PERTURB_": fill,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        subprocess.run([sys.executable, "-c", ENCODE, path, *map(str, size)], env=environment, check=True)
+        clips.append(path.read_bytes())
+    assert clips[0] == clips[1] == clips[2]

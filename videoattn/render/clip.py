@@ -68,7 +68,9 @@ def _encode(
     height, width = clip.frames.shape[1:3]
     video = container.add_stream("libx264", rate=clip.frame_rate)
     video.width, video.height, video.pix_fmt = width, height, "yuv420p"
-    video.options = {"crf": str(crf), "preset": "medium"}
+    # x264's macroblock tree reads uninitialised memory at widths that 128 does not divide: now and then one
+    # of two renders of a job would come out with other bits.
+    video.options = {"crf": str(crf), "preset": "medium", "x264-params": "mbtree=0"}
     context = video.codec_context
     context.colorspace = Colorspace.ITU709
     context.color_range = ColorRange.MPEG
