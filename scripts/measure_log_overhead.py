@@ -149,10 +149,26 @@ def host_cost(device: torch.device, dtype: torch.dtype, pairs: int) -> dict[str,
 
     seconds(run, device)
     result = paired(run, device, pairs)
-    return {
+    cost = {
         "plain_us": result["plain_ms"] * 1e3 / calls,
         "added_us": result["overhead_ms"] * 1e3 / calls,
     }
+    if device.type == "cuda":
+        cost["events_us"] = event_cost(device, pairs, calls) * 1e6 / calls
+    return cost
+
+
+def event_cost(device: torch.device, repeats: int, calls: int) -> float:
+    """Median seconds of recording `calls` pairs of existing events: what no event clock can save."""
+    stream = torch.cuda.current_stream(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * calls)]
+
+    def run() -> None:
+        for event in events:
+            event.record(stream)
+
+    seconds(run, device)
+    return statistics.median(seconds(run, device) for _ in range(repeats))
 
 
 def compared(
@@ -223,6 +239,8 @@ def main() -> int:
                         log.write(arguments.logs / f"{size}.jsonl")
     host = host_cost(device, dtype, arguments.pairs)
     print(f"a call that the host bounds: {host['plain_us']:.1f} µs, the log adds {host['added_us']:.1f} µs")
+    if on_cuda:
+        print(f"of which recording two events: {host['events_us']:.1f} µs")
     if arguments.json:
         measured = {"device": name, "torch": torch.__version__, "layers": arguments.layers}
         arguments.json.write_text(json.dumps({**measured, "sizes": sizes, "host": host}, indent=1))

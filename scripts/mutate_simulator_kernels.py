@@ -1,9 +1,9 @@
 """How many bugs planted in clean kernels the simulator catches.
 
-    python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 6 --seed 1
+    python scripts/mutate_simulator_kernels.py --steps 4,12,18 --per-operator 7 --seed 1
 
-Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when one of three
-runs (late, early and random schedules, two sets of inputs) yields a finding or wrong values.
+Each mutant drops or alters one instruction of a ladder step's PTX; it counts as caught when one of four
+runs (late, early and random schedules, three sets of inputs) yields a finding or wrong values.
 Prints one table and the survivors.
 """
 
@@ -29,7 +29,12 @@ from videoattn.ptxsim.ladder import (
 )
 from videoattn.ptxsim.mutate import OPERATORS, Mutant, mutants
 
-RUNS = (("rising", Schedule.late()), ("normal", Schedule.early()), ("rising", Schedule.random(7)))
+RUNS = (
+    ("rising", Schedule.late()),
+    ("normal", Schedule.early()),
+    ("rising", Schedule.random(7)),
+    ("one tile", Schedule.early()),
+)
 
 
 def rising(operands, step):
@@ -56,7 +61,7 @@ def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str,
                 operands=operands[values],
                 limit=limit,
                 stop=True,
-                **shape,
+                **(shape | {"kv_len": operands[values][1].shape[1]}),
             )
         except UnsupportedInstruction as error:
             return "finding", f"refused: {error}"
@@ -73,7 +78,7 @@ def main() -> None:
     )
     parser.add_argument("--ladder", type=Path, default=LADDER, help="folder with steps.json")
     parser.add_argument("--steps", default="4,12,18")
-    parser.add_argument("--per-operator", type=int, default=6, help="mutants of each operator in each kernel")
+    parser.add_argument("--per-operator", type=int, default=7, help="mutants of each operator in each kernel")
     parser.add_argument("--operators", default=",".join(OPERATORS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kv-len", type=int, default=384)
@@ -84,13 +89,14 @@ def main() -> None:
     survivors, start = [], time.perf_counter()
     for step in steps:
         kernel = compile_step(step).entry(step.kernel)
-        heads = 2 if step.persistent else 1
+        heads = 3 if step.persistent else 1
         shape = {"heads": heads, "q_len": step.q_rows_per_cta, "kv_len": args.kv_len, "ctas": 1}
         normal = inputs(heads, step.q_rows_per_cta, args.kv_len, step.dtype, seed=args.seed)
-        operands = {"normal": normal, "rising": rising(normal, step)}
+        one_tile = inputs(heads, step.q_rows_per_cta, step.kv_rows_per_tile, step.dtype, seed=args.seed)
+        operands = {"normal": normal, "rising": rising(normal, step), "one tile": one_tile}
         executed = 0
         for values in operands.values():
-            clean = run_step(step, kernel, operands=values, **shape)
+            clean = run_step(step, kernel, operands=values, **shape | {"kv_len": values[1].shape[1]})
             if not clean.passed:
                 raise SystemExit(
                     f"{step.name} is not clean to begin with: {clean.report}, error {clean.max_error}"

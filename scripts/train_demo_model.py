@@ -1,5 +1,7 @@
 """Train the demo model: `t5` (a CPU is enough), then `vae`, then `dit`, then `export`.
 
+`unpack` turns shipped weights into a folder from which `vae` and `dit` go on.
+
 Each stage can be cut into pieces of `--minutes`; run the same command again to go on. With several GPUs
 start the `vae` and `dit` stages with torchrun. Every stage logs to FOLDER/log.jsonl.
 """
@@ -16,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("t5", "vae", "dit", "export"))
+    parser.add_argument("stage", choices=("t5", "vae", "dit", "export", "unpack"))
     parser.add_argument("--folder", type=Path, required=True, help="folder for checkpoints and the log")
     parser.add_argument("--minutes", type=float, help="length of this piece")
     parser.add_argument("--total-minutes", type=float, help="length of the whole stage (default: --minutes)")
@@ -28,9 +30,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--until", type=float, help="`dit`: train till then, seconds since 1970")
-    parser.add_argument("--weights", type=Path, help="export: folder to write (default: the package's own)")
+    parser.add_argument(
+        "--weights", type=Path, help="pipeline folder of `export` and `unpack` (default: the package's own)"
+    )
     arguments = parser.parse_args()
-    minutes = arguments.minutes or {"t5": 5.0, "vae": 8.0, "dit": 14.0, "export": 0.0}[arguments.stage]
+    minutes = (
+        arguments.minutes
+        or {"t5": 5.0, "vae": 8.0, "dit": 14.0, "export": 0.0, "unpack": 0.0}[arguments.stage]
+    )
     total = arguments.total_minutes or minutes
     chosen = {"batch_size": arguments.batch_size, "peak": arguments.peak}
     options = {name: value for name, value in chosen.items() if value is not None}
@@ -51,6 +58,11 @@ def main() -> None:
         options |= {"device": arguments.device, "seed": arguments.seed, "check": arguments.check}
         options |= {"pool_size": arguments.pool_size, "until": arguments.until}
         dit.train(arguments.folder, minutes, total, evaluate_every=arguments.evaluate_every, **options)
+    elif arguments.stage == "unpack":
+        from videoattn.demo.model import weights_path
+        from videoattn.demo.training.export import unpack
+
+        unpack(arguments.weights or weights_path(), arguments.folder)
     else:
         from videoattn.demo.model import WEIGHTS
         from videoattn.demo.training.export import export

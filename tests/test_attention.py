@@ -1,12 +1,19 @@
 """The functional front door against an fp32 reference, its errors, and its behaviour under torch.compile."""
 
 import math
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import videoattn
-from videoattn.dispatch import KernelUnavailable
+from videoattn.attention import attend
+from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
+from videoattn.kernels import flash3, sdpa
 
 
 def reference(q, k, v, scale=None, kv_lengths=None):
@@ -109,3 +116,168 @@ def test_bad_arguments_name_the_fault(change, message):
 def test_a_named_kernel_never_falls_back(kernel):
     with pytest.raises(KernelUnavailable, match=f"'{kernel}' cannot serve"):
         videoattn.attention(*inputs(), kernel=kernel)
+
+
+class Ops(TorchDispatchMode):
+    """Notes the ops a block calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Notes the functions a block calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+OP = "videoattn.attention.default"
+
+
+def test_an_eager_call_skips_the_dispatcher_and_gives_the_same_bits():
+    q, k, v = inputs()
+    out, lse = videoattn.attention(q, k, v, return_lse=True)
+    by_op = torch.ops.videoattn.attention(q, k, v, 1 / math.sqrt(64), None, None, True, "auto", "")
+    assert torch.equal(out, by_op[0])
+    assert torch.equal(lse, by_op[1])
+    assert torch.ops.videoattn.attention(q, k, v, 0.1, None, None, False, "auto", "")[1].numel() == 0
+
+
+@pytest.mark.parametrize("mode", [Ops, Functions])
+def test_modes_see_the_op(mode):
+    with mode() as seen:
+        videoattn.attention(*inputs())
+    assert OP in seen.names
+
+
+class Watched(torch.Tensor):
+    """Notes the functions it is given to."""
+
+    names: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.names.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_subclass_sees_the_op(place):
+    arguments = inputs()
+    arguments[place] = arguments[place].as_subclass(Watched)
+    Watched.names.clear()
+    videoattn.attention(*arguments)
+    assert OP in Watched.names
+
+
+def test_the_profiler_sees_the_op():
+    q, k, v = inputs()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        videoattn.attention(q, k, v)
+    assert "videoattn::attention" in {event.name for event in profile.events()}
+
+
+def test_fake_and_meta_tensors_get_shapes_only():
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(t) for t in inputs())
+        out, lse = videoattn.attention(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, (2, 3, 37))
+    # Outside the mode the tensors themselves still say so.
+    assert isinstance(videoattn.attention(q, k, v), FakeTensor)
+    meta = [t.to("meta") for t in inputs()]
+    with videoattn.record_timing() as recording:
+        assert videoattn.attention(*meta).is_meta
+    assert recording.rows == []
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_holds_the_op():
+    q, k, v = inputs()
+    traced: Any = torch.jit.trace(lambda q, k, v: videoattn.attention(q, k, v), (q, k, v), check_trace=False)
+    assert "videoattn::attention" in str(traced.graph)
+    torch.testing.assert_close(traced(k, k, v), videoattn.attention(k, k, v))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_runs_each_entry_on_its_own():
+    q, k, v = (torch.stack([t, t * 2, -t]) for t in inputs())
+    together = torch.vmap(lambda q, k, v: videoattn.attention(q, k, v))(q, k, v)
+    for i in range(3):
+        torch.testing.assert_close(together[i], videoattn.attention(q[i], k[i], v[i]))
+
+
+def test_kernels_meet_no_lazily_negated_tensors(monkeypatch):
+    """Those that read memory by address would miss the sign."""
+    seen = []
+    run = sdpa.run
+
+    def watched(q, k, v, **options):
+        seen.extend(t.is_neg() for t in (q, k, v))
+        return run(q, k, v, **options)
+
+    monkeypatch.setattr(sdpa, "run", watched)
+    pairs = torch.randn(2, 40, 3, 64, dtype=torch.complex64)
+    plain, negated = pairs.real.contiguous(), pairs.conj().imag
+    assert negated.is_neg()
+    for place in range(3):
+        arguments = [negated if i == place else plain for i in range(3)]
+        want = reference(*(t.resolve_neg() for t in arguments))[0]
+        torch.testing.assert_close(videoattn.attention(*arguments), want, atol=1e-5, rtol=1e-5)
+    assert seen == [False] * 9
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_training_through_the_unchecked_call_warns(place):
+    arguments = inputs()
+    arguments[place].requires_grad_()
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        attend(*arguments)[0].sum().backward()
+
+
+def test_export_holds_the_op():
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return videoattn.attention(q, k, v)
+
+    q, k, v = inputs()
+    for strict in (False, True):
+        program = torch.export.export(Model(), (q, k, v), strict=strict)
+        assert OP in {str(node.target) for node in program.graph.nodes}
+        torch.testing.assert_close(program.module()(q, k, v), videoattn.attention(q, k, v))
+
+
+def test_shapes_seen_before_are_bound_again_after_a_kernel_changed(monkeypatch):
+    q, k, v = inputs()
+    bound = choose.bind(q, k, None, None, False, "auto", "video_self")
+    assert choose.bind(k, k, None, None, False, "auto", "video_self") is not bound
+    assert choose.bind(q + 1, k + 1, None, None, False, "auto", "video_self") is bound
+    assert (bound.call.kind, bound.call.q_len, bound.call.mask) == ("video_self", 37, "none")
+    lengths = torch.ones(2, dtype=torch.int32)
+    assert choose.bind(q, k, lengths, None, False, "auto", "video_self").call.mask == "kv_lengths"
+    assert choose.bind(q, k, None, lengths, False, "auto", "video_self").call.mask == "dense"
+    monkeypatch.setattr(flash3, "supports", lambda call: None)
+    with pytest.raises(KernelUnavailable):
+        videoattn.attention(q, k, v, kernel="flash4")
+    choose.cache_clear()
+    try:
+        assert choose.bind(q, k, None, None, False, "flash3", "").kernel is flash3
+    finally:
+        choose.cache_clear()
+
+
+def test_a_refusal_names_the_kind_of_call_that_met_it():
+    call = AttentionCall(1, 4, 64, 64, 64, torch.float32, "cpu")
+    for kind in ("video_self", "audio_text"):
+        with pytest.raises(KernelUnavailable, match=f"cannot serve {kind} with"):
+            choose(replace(call, kind=kind), "hopper")

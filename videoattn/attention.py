@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
+from torch._C._functorch import maybe_current_level as _transform_level
 from torch.autograd import profiler
 
 from videoattn import kernels
@@ -73,7 +75,7 @@ def _fake(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind):
     return out, lse
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the dispatcher would do nothing but call the op's body: eager tensors of CPU or CUDA, and
     nobody who watches or transforms ops (modes, functorch, tracing, autograd, profiler)."""
     return (
@@ -87,21 +89,12 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
         and _transform_level() is None
         and not _tracing()
         and not profiler._is_profiler_enabled
-        and not (
-            torch.is_grad_enabled()
-            and (
-                q.requires_grad
-                or k.requires_grad
-                or v.requires_grad
-                or (mask is not None and mask.requires_grad)
-            )
-        )
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
     )
 
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_transform_level = torch._C._functorch.maybe_current_level
 _tracing = torch._C._is_tracing
 
 
@@ -124,7 +117,7 @@ def attend(
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     # The dispatcher costs an eager call as much as all the rest of the op; a compiled one needs the op.
-    if not torch.compiler.is_dynamo_compiling() and _plain(q, k, v, mask):
+    if not torch.compiler.is_dynamo_compiling() and _plain(q, k, v):
         return _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind)
     out, lse = torch.ops.videoattn.attention.default(
         q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind
@@ -132,6 +125,28 @@ def attend(
     return out, lse if return_lse else None
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    kernel: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    kernel: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -181,6 +181,8 @@ def doctor(*, verify: bool = False) -> int:
 app.command(
     "videoattn.batch.command:batch", name="batch", help="Render every job of a CSV, JSON Lines or YAML file."
 )
+app.command("videoattn.timing.command:timing", name="timing", help="Print the tables of a timing log.")
+app.command("videoattn.web.command:ui", name="ui", help="Serve the web page.")
 
 sim = App(name="sim", help="Run Hopper and Blackwell kernels' PTX on this CPU.", help_format="plaintext")
 app.command(sim)

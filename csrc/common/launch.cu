@@ -128,10 +128,12 @@ int check_device(int device, const Message& message) {
     return device_facts(device, &facts, message);
 }
 
-int launch_plan(const VideoattnPlan& plan, int device, void* stream, const Message& message) {
+int prepare(const VideoattnPlan& plan, int device, Prepared* prepared, const Message& message) {
     const LoadedKernel kernel = find_kernel(plan.kernel);
     if (kernel.function == nullptr)
         return message.fail(VIDEOATTN_UNSUPPORTED, "this build does not contain the kernel %s", plan.kernel);
+    if (device < 0 || device >= kMaxDevices || kernel.slot >= kMaxKernels)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "device ordinal %d lies outside 0 .. %d", device, kMaxDevices - 1);
     const DeviceGuard guard(device);
     if (guard.status() != cudaSuccess) return cuda_error(message, "selecting the device", guard.status());
 
@@ -144,18 +146,25 @@ int launch_plan(const VideoattnPlan& plan, int device, void* stream, const Messa
         if (error != cudaSuccess) return cuda_error(message, plan.kernel, error);
         ready.store(true, std::memory_order_release);
     }
-
-    alignas(64) CUtensorMap maps[sizeof(plan.maps) / sizeof(plan.maps[0])];
+    prepared->function = kernel.function;
+    prepared->plan = plan;
     for (int i = 0; i < plan.num_maps; ++i) {
-        const int status = encode(plan.maps[i], &maps[i], message);
+        const int status = encode(plan.maps[i], &prepared->maps[i], message);
         if (status != VIDEOATTN_OK) return status;
     }
-    alignas(16) uint8_t args[sizeof(plan.args)];
-    memcpy(args, plan.args, plan.args_bytes);
+    return VIDEOATTN_OK;
+}
+
+int submit(const Prepared& prepared, int device, void* stream, const Message& message) {
+    const VideoattnPlan& plan = prepared.plan;
+    const DeviceGuard guard(device);
+    if (guard.status() != cudaSuccess) return cuda_error(message, "selecting the device", guard.status());
     void* params[sizeof(plan.params) / sizeof(plan.params[0])];
     for (int i = 0; i < plan.num_params; ++i) {
         const VideoattnParam& param = plan.params[i];
-        params[i] = param.tensor_map >= 0 ? static_cast<void*>(&maps[param.tensor_map]) : args + param.offset;
+        const void* value = param.tensor_map >= 0 ? static_cast<const void*>(&prepared.maps[param.tensor_map])
+                                                  : plan.args + param.offset;
+        params[i] = const_cast<void*>(value);  // the launch copies parameters and writes nothing
     }
 
     cudaLaunchConfig_t config{};
@@ -172,7 +181,7 @@ int launch_plan(const VideoattnPlan& plan, int device, void* stream, const Messa
         config.attrs = &attribute;
         config.numAttrs = 1;
     }
-    const cudaError_t error = cudaLaunchKernelExC(&config, kernel.function, params);
+    const cudaError_t error = cudaLaunchKernelExC(&config, prepared.function, params);
     if (error != cudaSuccess) return cuda_error(message, plan.kernel, error);
     return VIDEOATTN_OK;
 }

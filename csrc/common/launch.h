@@ -1,6 +1,8 @@
 // Launching what a plan describes. The only file pair that talks to the CUDA runtime and driver.
 #pragma once
 
+#include <cuda.h>
+
 #include "plan.h"
 
 namespace videoattn {
@@ -32,7 +34,17 @@ int device_facts(int device, DeviceFacts* facts, const Message& message);
 // Whether the driver is new enough for this build and holds an image for the device.
 int check_device(int device, const Message& message);
 
-// Encodes the plan's tensor maps and launches its kernel on `stream` of `device`.
-int launch_plan(const VideoattnPlan& plan, int device, void* stream, const Message& message);
+// A plan that only lacks its stream: the loaded kernel and the encoded tensor maps.
+struct Prepared {
+    const void* function;
+    VideoattnPlan plan;
+    CUtensorMap maps[sizeof(VideoattnPlan::maps) / sizeof(VideoattnTensorMap)];
+};
+
+// Finds and configures the plan's kernel on `device` and encodes its tensor maps.
+int prepare(const VideoattnPlan& plan, int device, Prepared* prepared, const Message& message);
+
+// Launches on `stream` of `device`.
+int submit(const Prepared& prepared, int device, void* stream, const Message& message);
 
 }  // namespace videoattn

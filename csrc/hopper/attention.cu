@@ -23,78 +23,11 @@
 #include "config.h"
 #include "ptx.cuh"
 #include "softmax.cuh"
+#include "tile.cuh"
 #include "wgmma.cuh"
 
 namespace videoattn::hopper {
 namespace {
-
-// 64 kConsumers query rows against a run of key blocks of one head.
-struct Tile {
-    int batch, head, row;     // first query row
-    int split, first_block, blocks;
-    int tail;      // valid keys of the last block
-    bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
-};
-
-template <typename C>
-__device__ __forceinline__ Tile locate(const Args& args, int index) {
-    Tile tile;
-    int rest = index / args.q_tiles;
-    tile.row = (index - rest * args.q_tiles) * C::kTileM;
-    tile.split = rest;
-    if (args.splits > 1) {
-        rest /= args.splits;
-        tile.split -= rest * args.splits;
-    } else {
-        tile.split = 0;
-    }
-    tile.batch = rest / args.heads;
-    tile.head = rest - tile.batch * args.heads;
-    int length = args.kv_len;
-    if (args.kv_lengths != nullptr) length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
-    const int blocks = (length + C::kTileN - 1) / C::kTileN;
-    tile.first_block = 0;
-    tile.blocks = blocks;
-    if (args.splits > 1) {
-        tile.first_block = static_cast<int>(static_cast<int64_t>(blocks) * tile.split / args.splits);
-        tile.blocks = static_cast<int>(static_cast<int64_t>(blocks) * (tile.split + 1) / args.splits) - tile.first_block;
-    }
-    tile.tail = min(C::kTileN, length - (tile.first_block + tile.blocks - 1) * C::kTileN);
-    tile.clear = tile.tail < C::kTileN && length < args.kv_len;
-    return tile;
-}
-
-template <typename C>
-struct Shared {
-    uint32_t base;
-
-    __device__ __forceinline__ uint32_t q(int group) const { return base + C::kQOffset + group * C::kGroupBytes; }
-    __device__ __forceinline__ uint32_t o(int group) const { return base + C::kOOffset + group * C::kGroupBytes; }
-    __device__ __forceinline__ uint32_t k(int stage) const { return base + C::kKOffset + stage * C::kKvBytes; }
-    __device__ __forceinline__ uint32_t v(int stage) const { return base + C::kVOffset + stage * C::kKvBytes; }
-    __device__ __forceinline__ uint32_t barrier(int index) const { return base + C::kBarrierOffset + 8 * index; }
-    __device__ __forceinline__ uint32_t q_full(int group) const { return barrier(group); }
-    __device__ __forceinline__ uint32_t q_empty(int group) const { return barrier(C::kConsumers + group); }
-    __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 * C::kConsumers + stage); }
-    __device__ __forceinline__ uint32_t k_empty(int stage) const { return k_full(stage + C::kStages); }
-    __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(stage + 2 * C::kStages); }
-    __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }
-    __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
-};
-
-// A position in the ring of key or value buffers.
-template <typename C>
-struct Ring {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == C::kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
-    }
-};
 
 // ---- producer ----
 
@@ -536,8 +469,8 @@ VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_bf16, D128N128, __nv_bfloat16
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_fp16, D128N128, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_bf16, D64N144, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n144_fp16, D64N144, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_bf16, D64N96, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_fp16, D64N96, __half)
 
 namespace videoattn {
 
@@ -545,7 +478,7 @@ KernelList hopper_kernels() {
     static const Kernel kernels[] = {
         VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
         VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n144_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }

@@ -44,7 +44,7 @@ struct Config {
 
 using D128N128 = Config<128, 2, 128, 2, true, 0>;
 using D64N128 = Config<64, 3, 128, 2, false, 8>;
-using D64N144 = Config<64, 2, 144, 2, true, 0>;
+using D64N96 = Config<64, 3, 96, 3, false, 8>;
 
 // Up to this many keys the key tile is chosen to fit their number.
 constexpr int kShortKeys = 1024;

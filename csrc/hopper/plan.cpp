@@ -58,7 +58,7 @@ int with_config(const VideoattnCall& call, const Use& use) {
     using namespace hopper;
     if (call.head_dim == 128) return use(D128N128{});
     const auto padded = [&](int64_t tile) { return ceil_div(call.kv_len, tile) * tile; };
-    if (call.kv_len <= kShortKeys && padded(D64N144::kTileN) < padded(D64N128::kTileN)) return use(D64N144{});
+    if (call.kv_len <= kShortKeys && padded(D64N96::kTileN) < padded(D64N128::kTileN)) return use(D64N96{});
     return use(D64N128{});
 }
 

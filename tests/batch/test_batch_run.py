@@ -19,6 +19,9 @@ from videoattn.jobs import JobState, Store, StoreReader
 from videoattn.render.metadata import read_job
 
 CLI = Path(__file__).with_name("batch_cli.py")
+# x264's macroblock tree reads uninitialised memory at widths that 128 does not divide, and then one clip in
+# a hundred comes out with other bits; where bits are compared the width is 128.
+EXACT = {"width": 128, "height": 64}
 SMALL = {"width": 64, "height": 64, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 1}
 
 
@@ -191,7 +194,7 @@ def done(folder):
 
 
 def test_interrupt_second_run_and_resume(tmp_path, job_file):
-    path = job_file([{"prompt": "a red ball", "seeds": "1..40", "num_inference_steps": 6}])
+    path = job_file([{"prompt": "a red ball", "seeds": "1..40", "num_inference_steps": 6}], **EXACT)
     out, whole = tmp_path / "out", tmp_path / "whole"
     first = start(path, "-o", out)
     wait_until(lambda: done(out) >= 3)
@@ -217,7 +220,7 @@ def test_interrupt_second_run_and_resume(tmp_path, job_file):
 @pytest.mark.slow
 def test_kills_at_random_moments_end_bit_equal_to_an_uninterrupted_run(tmp_path, job_file):
     prompts = ["a red ball", "a blue square moves", "a green ball rolls", "the blue ball"]
-    path = job_file([{"prompt": prompts, "seeds": "1..50"}])
+    path = job_file([{"prompt": prompts, "seeds": "1..50"}], **EXACT)
     out, whole = tmp_path / "out", tmp_path / "whole"
     rng = random.Random(7)
     deaths = 0

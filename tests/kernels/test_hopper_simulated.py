@@ -44,20 +44,22 @@ def test_tails_and_many_tiles(head_dim, schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_key_lengths_hide_nan(schedule):
-    """An empty entry, a length inside a block and one at its end, keys and values poisoned past them."""
-    lengths = torch.tensor([0, 150, 128], dtype=torch.int32)
-    q, k, v = inputs(3, 1, 64, 260, 64)
-    past = torch.arange(260) >= lengths[:, None]
+@pytest.mark.parametrize(("head_dim", "kv_len"), [(64, 260), (64, 300), (128, 300)])
+def test_key_lengths_hide_nan(head_dim, kv_len, schedule):
+    """Empty entries, lengths inside a block, at its end and past the tensor; what lies past them is NaN."""
+    lengths = torch.tensor([0, 150, 128, 0, 1, 1000, 257], dtype=torch.int32)
+    q, k, v = inputs(len(lengths), 1, 64, kv_len, head_dim)
+    past = torch.arange(kv_len) >= lengths[:, None]
     k, v = (x.masked_fill(past[:, :, None, None], torch.nan) for x in (k, v))
     out, lse = check(q, k, v, kv_lengths=lengths, schedule=schedule, grid=2)
-    assert (out[0] == 0).all()
     assert lse is not None
-    assert lse[0].isneginf().all()
+    for entry in (0, 3):
+        assert (out[entry] == 0).all()
+        assert lse[entry].isneginf().all()
 
 
 def test_half_precision_and_the_short_key_tile():
-    """fp16, and 259 keys, which take the 144-key tile."""
+    """fp16, and 259 keys, which take the 96-key tile."""
     check(*inputs(1, 1, 130, 259, 64, torch.float16))
 
 

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from videoattn.kernels import library
+from videoattn.kernels import library, native
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = "from videoattn.kernels import library; print(library.build())"
@@ -202,3 +203,15 @@ def test_it_loads_in_a_bare_process(built):
     assert (status == "0" and not message) or "driver" in message
     assert '"api_version": 1' in info
     assert "90a" in info
+
+
+@needs_nvcc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_launch_without_a_driver_says_so(built, monkeypatch):
+    monkeypatch.setenv("VIDEOATTN_CACHE", str(built.parents[2]))
+    q = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^videoattn kernel: .*(driver|device)"):
+            native.launch(native.fill_call(q, q, q, q, scale=0.1, arch=90, num_sms=132))
+    with pytest.raises(RuntimeError, match="scale is 0"):
+        native.launch(native.fill_call(q, q, q, q, scale=0.0, arch=90, num_sms=132))

@@ -230,11 +230,11 @@ def test_refused_layouts(name):
 
 def test_python_copies_what_tma_refuses():
     x = torch.randn(2, 40, 3, 64).to(torch.bfloat16)
-    assert native.tma_can_take(x)
-    assert native.tma_can_take(x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert not native.tma_can_take(x[:, :1].expand(-1, 40, -1, -1))
-    assert not native.tma_can_take(x.transpose(2, 3).contiguous().transpose(2, 3))
-    assert not native.tma_can_take(torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x))
+    assert native.placement(x) == (x.data_ptr(), 40 * 3 * 64, 3 * 64, 64)
+    assert None is not native.placement(x.transpose(1, 2).contiguous().transpose(1, 2))
+    assert None is native.placement(x[:, :1].expand(-1, 40, -1, -1))
+    assert None is native.placement(x.transpose(2, 3).contiguous().transpose(2, 3))
+    assert None is native.placement(torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x))
 
 
 def test_packed_calls_are_the_struct():

@@ -210,7 +210,7 @@ def test_a_hang_names_who_waits_and_what_is_missing():
     (hang,) = [f for f in report.findings if f.kind == "deadlock"]
     assert "warp 0 (lanes 0) waits on loaded for parity 0" in hang.message
     assert "16 of 24592 expected bytes missing" in hang.message
-    assert "warp 3 (all lanes) waits on computed for parity 0" in hang.message
+    assert "warps 1-3 (all lanes) wait on computed for parity 0" in hang.message
 
 
 def test_a_finding_names_line_warp_and_the_other_access():

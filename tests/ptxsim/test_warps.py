@@ -213,3 +213,16 @@ def test_a_global_hand_over_between_warps_needs_a_barrier():
     assert any(f.kind == "race" for f in racy.errors)
     clean, _ = run(body.format(sync="bar.sync 0;"), block=64)
     assert not clean.findings
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_a_lane_that_arrives_for_its_warp_needs_a_warp_synchronisation(synchronised):
+    body = """setp.eq.u32 %p, %t, 0; @%p mbarrier.init.shared::cta.b64 [bar], 1; bar.sync 0;
+shl.b32 %x3, %l, 2; mov.u32 %a, cell; add.u32 %a, %a, %x3; setp.eq.u32 %q, %w, 0; @!%q bra READ;
+st.shared.u32 [%a], %l; {sync}
+@%p mbarrier.arrive.shared::cta.b64 _, [bar]; bra END;
+READ: W: mbarrier.try_wait.parity.shared::cta.b64 %r, [bar], 0; @!%r bra W;
+ld.shared.u32 %b, [%a]; st.global.u32 [%o], %b; END:"""
+    report, _ = run(body.format(sync="bar.warp.sync -1;" if synchronised else ""), block=64, shared=SHARED)
+    kinds = [(f.kind, f.severity) for f in report.findings]
+    assert kinds == ([] if synchronised else [("missing warp synchronisation", "strict")])

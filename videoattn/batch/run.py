@@ -152,7 +152,8 @@ def synchronise(
     for place, job_id in zip(places, store.add(missing), strict=True):
         ids[place] = job_id
         todo.add(job_id)
-    queued = set(store.retry_all(RETRYABLE, again))
+    store.retry_all(RETRYABLE, again)
+    queued = again.keys() & store.open_ids()
     todo |= queued
     for job_id in again.keys() - queued:
         note(f"{again[job_id]} was tried {store.attempt_limit} times and is left as it is")

@@ -11,13 +11,16 @@ from videoattn.demo.scenes import BACKGROUNDS, COLOURS, MOTIONS, SHAPES, SIZES, 
 # What each word of a caption speaks of.
 OTHER, FIRST, SECOND, BACKGROUND = range(4)
 
-COLOUR_WORDS = {
+COLOUR_WORDS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in COLOURS},
     "purple": ("purple", "violet"),
     "cyan": ("cyan", "turquoise"),
 }
-BACKGROUND_WORDS = {**{name: (name,) for name in BACKGROUNDS}, "gray": ("gray", "grey")}
-SHAPE_WORDS = {
+BACKGROUND_WORDS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in BACKGROUNDS},
+    "gray": ("gray", "grey"),
+}
+SHAPE_WORDS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in SHAPES},
     "circle": ("circle", "ball", "disc", "disk"),
     "square": ("square", "box"),
@@ -35,7 +38,7 @@ def _directions(direction: str, *others: str) -> tuple[str, ...]:
     return (*(f"{verb} {direction}" for verb in verbs), *others)
 
 
-MOTION_PHRASES = {
+MOTION_PHRASES: dict[str, tuple[str, ...]] = {
     "left": _directions("left", "moving to the left", "flying left", "sliding to the left"),
     "right": _directions("right", "moving to the right", "flying right", "sliding to the right"),
     "up": _directions("up", "rising", "moving upwards", "floating up", "flying up", "rises"),
@@ -85,7 +88,9 @@ class Caption:
         return " ".join(self.words).replace(" ,", ",").replace(" .", ".")
 
 
-_MOTIONS_SPLIT = {name: [phrase.split() for phrase in phrases] for name, phrases in MOTION_PHRASES.items()}
+_MOTIONS_SPLIT: dict[str, list[list[str]]] = {
+    name: [phrase.split() for phrase in phrases] for name, phrases in MOTION_PHRASES.items()
+}
 
 
 def caption(
@@ -99,8 +104,8 @@ def caption(
     chance = rng.random
 
     def word(table: dict[str, tuple[str, ...]], name: str) -> str:
-        options = table[name]
-        return rng.choice(options) if len(options) > 1 and chance() < synonyms else options[0]
+        first, *others = table[name]
+        return rng.choice(table[name]) if others and chance() < synonyms else first
 
     count = 2 if scenes.present[index, 1] else 1
     motions = [MOTIONS[m] for m in scenes.motion[index, :count]]

@@ -196,8 +196,8 @@ class Store(StoreReader, LiveState):
 
     def retry_all(
         self, which: JobState | Iterable[JobState] = JobState.INTERRUPTED, jobs: Collection[int] | None = None
-    ) -> list[int]:
-        """Queue every job in the given states, or those of `jobs`, again where it was; returns their ids.
+    ) -> int:
+        """Queue every job in the given states, or those of `jobs`, again where it was; returns how many.
 
         Jobs past `attempt_limit` stay as they are.
         """
@@ -214,7 +214,7 @@ class Store(StoreReader, LiveState):
             rows = [row for row in rows if chosen is None or row["id"] in chosen]
             for row in rows:
                 self._requeue(db, row["id"], row["position"])
-        return [row["id"] for row in rows]
+        return len(rows)
 
     def replace(self, job: int, new: NewJob) -> None:
         """Give an unstarted or ended job another payload and queue it at the end, its name kept.

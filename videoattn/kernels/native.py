@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -36,15 +36,31 @@ def refusal(call: AttentionCall, capabilities: Collection[tuple[int, int]]) -> s
     return library.unavailable(torch.cuda.current_device())
 
 
-def tma_can_take(x: torch.Tensor) -> bool:
-    """Whether a BSHD tensor can be read in place: last dim contiguous, 16-byte aligned start and strides, no
-    dimension repeated by stride 0."""
+def placement(x: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """Address and batch, seq and head strides of a BSHD tensor that TMA can take in place, else None.
+
+    It takes a contiguous last dimension, a start and strides that are multiples of 16 bytes, and no dimension
+    repeated by stride 0.
+    """
     batch, seq, head, last = x.stride()
-    if last != 1 or x.data_ptr() % 16 != 0:
-        return False
-    if (batch | seq | head) % 8 == 0 and batch > 0 and seq > 0 and head > 0:
-        return True
-    return all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(x.shape, (batch, seq, head), strict=False))
+    address = x.data_ptr()
+    if last != 1 or address % 16 != 0:
+        return None
+    if (batch | seq | head) % 8 != 0 or batch <= 0 or seq <= 0 or head <= 0:
+        strides = zip(x.shape, (batch, seq, head), strict=False)
+        if any(size != 1 and (stride <= 0 or stride % 8 != 0) for size, stride in strides):
+            return None
+    return address, batch, seq, head
+
+
+def placed(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+    """The tensor, or a contiguous copy where TMA can't take it, and its placement."""
+    at = placement(x)
+    if at is None:
+        x = x.clone(memory_format=torch.contiguous_format)
+        at = placement(x)
+        assert at is not None
+    return x, at
 
 
 def describe(x: torch.Tensor) -> abi.Tensor:
@@ -112,12 +128,23 @@ def num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+_entry: Callable[..., int] | None = None
+
+
 def launch(call: abi.Call | bytes) -> None:
-    """Run the call on its stream; RuntimeError carries the library's message."""
-    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    """Run the call (a struct, or PACKED_CALL's bytes) on its stream.
+
+    RuntimeError carries the library's message.
+    """
+    global _entry
+    if _entry is None:
+        _entry = library.load().videoattn_attention
     argument = call if isinstance(call, bytes) else ctypes.byref(call)
-    if library.load().videoattn_attention(argument, text, abi.MESSAGE_BYTES) != abi.OK:
-        raise RuntimeError(f"videoattn kernel: {text.value.decode(errors='replace')}")
+    if _entry(argument, None, 0) != abi.OK:
+        # A refused call has launched nothing: ask again, for the reason.
+        text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+        if _entry(argument, text, abi.MESSAGE_BYTES) != abi.OK:
+            raise RuntimeError(f"videoattn kernel: {text.value.decode(errors='replace')}")
 
 
 def run(
@@ -131,35 +158,34 @@ def run(
     arch: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of BSHD tensors on the current stream: a contiguous output and, if wanted, the LSE."""
-    if not (tma_can_take(q) and tma_can_take(k) and tma_can_take(v)):
-        q, k, v = (
-            x if tma_can_take(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)
-        )
+    q, q_at = placed(q)
+    k, k_at = placed(k)
+    v, v_at = placed(v)
     batch, q_len, heads, head_dim = shape = q.shape
     kv_len = k.shape[1]
-    device = q.device
-    out = torch.empty(shape, dtype=q.dtype, device=device)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=device) if return_lse else None
+    device: int = q.get_device()
+    out = q.new_empty(shape)
+    lse = q.new_empty((batch, heads, q_len), dtype=torch.float32) if return_lse else None
     if kv_lengths is not None:
         kv_lengths = kv_lengths.contiguous()
-    sms = num_sms(device.index)
+    sms = num_sms(device)
     count = workspace_bytes(batch, heads, q_len, kv_len, head_dim, arch, sms)
     # Freed on return, but to this stream's pool: the launch is queued before any reuse.
-    workspace = torch.empty(count, dtype=torch.uint8, device=device) if count else None
-    # As fill_call, at a third of its cost: this line is most of what the host spends on a call.
+    workspace = q.new_empty(count, dtype=torch.uint8) if count else None
+    # As fill_call, at a third of its cost: these lines are most of what the host spends on a call.
     call = abi.PACKED_CALL.pack(
         abi.PACKED_CALL.size,
         arch,
-        device.index,
+        device,
         DTYPES[q.dtype],
         batch,
         heads,
         q_len,
         kv_len,
         head_dim,
-        *(q.data_ptr(), *q.stride()[:3]),
-        *(k.data_ptr(), *k.stride()[:3]),
-        *(v.data_ptr(), *v.stride()[:3]),
+        *q_at,
+        *k_at,
+        *v_at,
         *(out.data_ptr(), q_len * heads * head_dim, heads * head_dim, head_dim),
         0 if lse is None else lse.data_ptr(),
         0 if kv_lengths is None else kv_lengths.data_ptr(),
@@ -167,7 +193,7 @@ def run(
         0,
         sms,
         0,
-        torch.cuda.current_stream(device).cuda_stream,
+        torch._C._cuda_getCurrentRawStream(device),
         0 if workspace is None else workspace.data_ptr(),
     )
     launch(call)

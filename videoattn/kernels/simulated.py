@@ -48,7 +48,7 @@ class Memory:
             count = x.untyped_storage().nbytes() // x.element_size()
             whole = x.as_strided((count,), (1,), 0)
             self.buffers[start] = (self.device.upload(whole, f"tensor {len(self.buffers)}"), whole)
-        return self.buffers[start][0].address + x.storage_offset() * x.element_size()
+        return self.buffers[start][0].address + int(x.storage_offset()) * x.element_size()
 
     def download(self) -> None:
         """Copy every buffer back into the tensors it came from."""

@@ -24,15 +24,20 @@ class Wait:
         self.text, self.key, self.soft = text, key, soft
 
 
+def runs(numbers) -> str:
+    """`0,4-7` for ascending numbers."""
+    out: list[list[int]] = []
+    for n in numbers:
+        if out and n == out[-1][1] + 1:
+            out[-1][1] = int(n)
+        else:
+            out.append([int(n), int(n)])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
 def lane_list(mask: np.ndarray) -> str:
     """`0,4-7` for a lane mask."""
-    runs: list[list[int]] = []
-    for lane in np.flatnonzero(mask):
-        if runs and lane == runs[-1][1] + 1:
-            runs[-1][1] = int(lane)
-        else:
-            runs.append([int(lane), int(lane)])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return runs(np.flatnonzero(mask))
 
 
 class Core:

@@ -137,6 +137,10 @@ def run_step(step: Step, module: Module | Kernel, *, heads: int = 1, q_len: int 
             f"== 0, not {q_len} and {kv_len}"
         )
     q, k, v = operands or inputs(heads, q_len, kv_len, step.dtype)
+    if q.shape[:2] != (heads, q_len) or k.shape[:2] != (heads, kv_len) or v.shape != k.shape:
+        raise LaunchError(
+            f"operands {q.shape}, {k.shape}, {v.shape} against {heads} heads, {q_len} x {kv_len}"
+        )
     device = Device(step.arch[0])
     element = {"bf16": "bf16", "fp16": "f16"}[step.dtype]
     buffers = {n: device.upload(encode(x, step.dtype), n) for n, x in (("q", q), ("k", k), ("v", v))}

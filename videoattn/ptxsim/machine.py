@@ -10,7 +10,7 @@ import numpy as np
 
 from .codegen import PARAM_BASE
 from .context import Context
-from .core import Core
+from .core import Core, lane_list, runs
 from .errors import ExecutionError, LaunchError, UnsupportedInstruction
 from .findings import ERROR, FindingLog, Where
 from .hb import Columns
@@ -54,6 +54,7 @@ class Warp:
         self.registers = 0
         self.syncs: dict = {}
         self.phases: dict = {}
+        self.unsynced = np.zeros(32, np.bool_)  # lanes with memory accesses since the warp last synchronised
         self.local: np.ndarray | None = None
         program = cta.machine.program
         self.R: list = [PoisonRegister(self, r) for r in program.entry.regs]
@@ -492,14 +493,20 @@ class Machine:
                     self.block_counts[w.index] = counts
 
     def _deadlock(self, live: list[Context]) -> None:
-        lines = []
+        groups: dict[tuple[int, str, str], list[int]] = {}
         for c in live:
             if c.wait is not None:
                 text = c.wait.text() if callable(c.wait.text) else c.wait.text
-                lines.append(f"{c!r} waits {text}")
-            elif c.state == "join":
-                lines.append(f"{c!r} waits for the other lanes of its warp")
+            else:
+                text = "for the other lanes of its warp"
+            lanes = "all lanes" if c.full else f"lanes {lane_list(c.mask)}"
+            groups.setdefault((c.cta.index, lanes, text), []).append(c.W.index)
+        lines = []
+        for (cta, lanes, text), warps in groups.items():
+            who, verb = (f"warp {warps[0]}", "waits") if len(warps) == 1 else (f"warps {runs(warps)}", "wait")
+            lines.append(f"CTA {cta} {who} ({lanes}) {verb} {text}")
         first = next((c for c in live if c.state == "blocked"), live[0])
         ins = self.program.instrs[first.at]
         where = Where(ins.line, ins.opcode, self.source(ins), first.cta.index, first.W.index)
+        self.log.stop = False
         self.log.add("deadlock", ERROR, "nothing can move: " + "; ".join(lines), where)

@@ -99,7 +99,10 @@ class GlobalMemory:
         if i < 0:
             return f"{address:#x}"
         buf = self.buffers[i]
-        return f"{address:#x}, {address - buf.address - buf.nbytes} bytes past the end of {buf.name}"
+        past = address - buf.address - buf.nbytes
+        if past < 0:
+            return f"{address:#x}, {-past} bytes before the end of {buf.name}"
+        return f"{address:#x}, {past} bytes past the end of {buf.name}"
 
     def span(self, address: int, nbytes: int) -> tuple[Buffer, int]:
         """(buffer, offset) of a range that must lie inside one buffer."""

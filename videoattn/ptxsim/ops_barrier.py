@@ -82,6 +82,7 @@ class BarrierOps(MemoryOps):
         if self.W.index in b.warps:
             self.strict("barrier misuse", f"the warp arrives twice at barrier {number} before it completes")
         b.needed = needed
+        self.W.unsynced = self.W.unsynced & ~mask
         np.maximum(b.payload, self.release(), out=b.payload)
         b.threads += 32
         b.warps[self.W.index] = True
@@ -361,6 +362,13 @@ class BarrierOps(MemoryOps):
         lanes = np.flatnonzero(mask)
         payload = None
         phases: dict[int, int] = {}
+        behind = self.W.unsynced & ~mask
+        if len(lanes) and order and kind != "expect_tx" and behind.any():
+            self.strict(
+                "missing warp synchronisation",
+                f"lanes {lane_list(mask)} arrive for their warp, but no bar.warp.sync followed the accesses "
+                f"of lanes {lane_list(behind)}",
+            )
         for lane in lanes:
             bar = self._barrier_at(int(addr[lane]), "mbarrier.arrive")
             if bar is None:

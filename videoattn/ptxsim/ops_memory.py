@@ -86,6 +86,7 @@ class MemoryOps(GlobalOps):
                 key=conflict.column,
             )
         shadow.read(words, self.W.column, self.W.now, self.at)
+        self.W.unsynced |= self.mask
 
     def st_shared(self, mask, addr, size: int, values: tuple, order: str) -> None:
         lanes = np.flatnonzero(mask)
@@ -126,6 +127,7 @@ class MemoryOps(GlobalOps):
                         "barrier misuse", f"{what} into the live mbarrier {cta.smem.name(start)}", key=start
                     )
         shadow.write(words, self.W.column, self.W.now, GENERIC, self.at)
+        self.W.unsynced |= self.mask
 
     # ---- local
 

@@ -88,6 +88,7 @@ class WarpOps(Core):
             return True
         bits = int(member[lanes[0]])
         want = _lanes(bits) & self.W.live
+        self.W.unsynced = self.W.unsynced & ~want
         if not (want & ~mask).any():
             return True
         key = ("warp", bits)

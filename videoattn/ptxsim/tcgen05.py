@@ -246,6 +246,7 @@ class Tcgen05Ops(TmaOps):
         self._tmem_check(tmem, cells, False, "tcgen05.ld")
         w.ld_issued += 1
         tmem.shadow.read(cells, w.ld_column, w.ld_issued, self.at)
+        w.unsynced |= self.mask
 
         def sample() -> list[np.ndarray]:
             if shape == "32x32b" and not packed:
@@ -303,6 +304,7 @@ class Tcgen05Ops(TmaOps):
         self._tmem_check(tmem, cells, True, "tcgen05.st", w.st_column)
         w.st_issued += 1
         tmem.shadow.write(cells, w.st_column, w.st_issued, TCGEN05, self.at)
+        w.unsynced |= self.mask
         block = np.array(values, np.uint32)
 
         def apply() -> None:
@@ -397,6 +399,7 @@ class Tcgen05Ops(TmaOps):
                     self.report("uninitialised tmem", f"tcgen05.mma accumulates onto column {hit % COLUMNS}, "
                                 "which nothing has written")  # fmt: skip
             self._tmem_check(cta.tmem, cells, True, "tcgen05.mma D", w.mma_column)
+            self._mma_order(cta.tmem, cells)
             cta.tmem.shadow.write(cells, w.mma_column, w.mma_issued, TCGEN05, self.at)
             self._mma_read(cta, b_operand[1], "tcgen05.mma B")
             if a_in_tmem:
@@ -445,6 +448,17 @@ class Tcgen05Ops(TmaOps):
                 )
 
         self.machine.post(("mma", id(w)), run)
+
+    def _mma_order(self, tmem, cells) -> None:
+        """D over an A that an earlier MMA of this thread may still read: the ISA orders no such pair."""
+        reads = tmem.shadow.reads.get(self.W.mma_column)
+        if reads is not None and (reads[cells] > self.clock[ORDER, self.W.mma_column]).any():
+            at = tmem.shadow.read_at[self.W.mma_column]
+            self.strict(
+                "MMA order",
+                "tcgen05.mma D overwrites tensor memory that the tcgen05.mma at PTX line "
+                f"{self.machine.program.instrs[at].line} reads as A, with no commit waited for between",
+            )
 
     @staticmethod
     def _accumulate(

@@ -40,6 +40,10 @@ class Clock(Protocol):
         """Whether calls are now being captured into a CUDA graph instead of run."""
         ...
 
+    def reserve(self, spans: int) -> None:
+        """Prepare for that many measurements before the next is read."""
+        ...
+
 
 class _HostSpan:
     __slots__ = ("seconds",)
@@ -70,32 +74,60 @@ class HostClock:
         """Never."""
         return False
 
+    def reserve(self, spans: int) -> None:
+        """Nothing to prepare."""
+
 
 class _EventSpan:
     __slots__ = ("begin", "end", "host_seconds", "ran_dry", "stream")
 
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        self.begin = begin
-        self.end = end
-        self.stream = stream
+    def __init__(self) -> None:
+        self.begin = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
+        self.stream: Any = None
         self.host_seconds = 0.0
         self.ran_dry = False
 
 
+# Spans that were read, by device: a recording takes over the events of the one before.
+_free: dict[torch.device, list[_EventSpan]] = {}
+
+
 class CudaClock:
-    """Pairs of CUDA events on the device's current stream; events are reused after they were read."""
+    """Pairs of CUDA events on the device's current stream; events are reused after they were read.
+
+    `device` must have an index.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: list[torch.cuda.Event] = []
+        self._spans = _free.setdefault(device, [])
+        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
-    def _event(self) -> torch.cuda.Event:
-        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+    def reserve(self, spans: int) -> None:
+        """Have that many measurements' events ready, so that none is made while a call waits for it."""
+        missing = [_EventSpan() for _ in range(spans - len(self._spans))]
+        stream = torch.cuda.current_stream(self.device)
+        for span in missing:
+            # CUDA makes an event when it is first recorded.
+            span.begin.record(stream)
+            span.end.record(stream)
+        self._spans += missing
 
     def start(self) -> _EventSpan:
         """Record the first event."""
-        span = _EventSpan(self._event(), self._event(), torch.cuda.current_stream(self.device))
-        span.begin.record(span.stream)
+        try:
+            span = self._spans.pop()
+        except IndexError:
+            span = _EventSpan()
+        raw = self._raw_stream(self.device.index)
+        stream = self._streams.get(raw)
+        if stream is None:
+            # Making this object takes longer than recording an event.
+            stream = self._streams[raw] = torch.cuda.current_stream(self.device)
+        span.stream = stream
+        span.begin.record(stream)
         span.host_seconds = perf_counter()
         return span
 
@@ -109,7 +141,7 @@ class CudaClock:
     def read(self, span: _EventSpan) -> tuple[float, bool]:
         """Milliseconds between the events, and whether the pair is too short or waited for the host."""
         milliseconds = span.begin.elapsed_time(span.end)
-        self._free += (span.begin, span.end)
+        self._spans.append(span)
         waited = span.ran_dry and span.host_seconds * 1e3 > LARGEST_WAIT * milliseconds
         return milliseconds, waited or milliseconds < SHORTEST_MS
 
@@ -119,7 +151,13 @@ class CudaClock:
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return _capturing()
+
+
+# torch.cuda.is_current_stream_capturing() without its Python layer; a build without CUDA lacks it.
+_capturing = (
+    getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or torch.cuda.is_current_stream_capturing
+)
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -130,10 +130,10 @@ def load(path: str | os.PathLike[str]) -> TimingLog:
         ValueError: it is not a timing log; the message names the line.
     """
     log: TimingLog | None = None
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
-                line = json.loads(text)
+                line = json.loads(text.decode("utf-8"))
                 kind = line.pop("type")
                 if kind == "run":
                     log = TimingLog(**{**line, "compare": tuple(line["compare"])})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,9 @@ from videoattn.timing.clock import Clock, Span
 from videoattn.timing.compare import Slots
 from videoattn.timing.log import ArmTime, CallRow, ForwardTime, Mark, StageTime, TimingLog
 from videoattn.timing.place import Place, Places
+
+# Bounds of the guess: a pair of events takes some microseconds to make, once per process.
+FEWEST_CALLS, MOST_CALLS = 256, 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -24,18 +28,20 @@ class Arm:
     reason: str | None = None
 
 
-@dataclass(slots=True, eq=False)
-class PendingCall:
-    """A recorded call whose spans have not been read yet; `whole` encloses the call and its arms."""
+class PendingCall(NamedTuple):
+    """A recorded call whose spans have not been read yet; `whole` encloses the call and its arms.
 
-    place: Place
+    A tuple, since one is made inside every call; `place` is given where the arms' order needed it.
+    """
+
     step: int | None
     call: AttentionCall
     kernel: str
     kv_lengths: torch.Tensor | None
     clock: Clock
     span: Span | None
-    arms: dict[str, Arm] = field(default_factory=dict)
+    place: Place | None = None
+    arms: Mapping[str, Arm] = {}
     whole: Span | None = None
 
 
@@ -57,6 +63,11 @@ class Stage:
     def __post_init__(self) -> None:
         self.places = Places(self.layers)
 
+    @property
+    def expected_calls(self) -> int:
+        """A guess at the calls of the stage, within bounds: those of a distilled model in its 8 steps."""
+        return min(max(FEWEST_CALLS, 8 * sum(self.layers.values())), MOST_CALLS)
+
     def resolve(self, log: TimingLog) -> None:
         """Read every span of the stage into rows of the log; its device work must be done."""
         lengths = _read_lengths(self.pending)
@@ -73,7 +84,8 @@ class Stage:
 
 
 def _row(stage: Stage, pending: PendingCall, lengths: dict[int, list[int]]) -> CallRow:
-    call, place = pending.call, pending.place
+    call = pending.call
+    place = pending.place or stage.places.next(call.kind)
     milliseconds, mark = _time(pending.clock, pending.span)
     row = CallRow(
         clip=stage.clip,

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from videoattn.dispatch import AttentionCall, Choice, Kind
-from videoattn.timing.clock import Clock, CudaClock, clock_for
+from videoattn.timing.clock import Clock, CudaClock, Span, clock_for
 from videoattn.timing.compare import Slots, arm_names, max_abs_difference, refusal, refuse_idle_arms
 from videoattn.timing.log import CallRow, TimingLog
 from videoattn.timing.pending import Arm, PendingCall, Stage
+from videoattn.timing.place import Place
 from videoattn.version import __version__
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class Recording:
     def forward(self, device: torch.device | str | None = None) -> Iterator[None]:
         """Time one whole forward, also one that replays a CUDA graph; `log.forwards` holds the results."""
         stage = self._running()
-        clock = self._clock(torch.device(device) if device is not None else _default_device())
+        clock = self._clock(_default_device() if device is None else _with_index(torch.device(device)))
         span = clock.start()
         yield
         clock.stop(span)
@@ -166,44 +167,57 @@ class Recording:
         kv_lengths: torch.Tensor | None = None,
     ) -> Result:
         """Run `launch(choice.kernel)`, time it and return its result; shadow arms run beside it."""
-        stage = self._running()
-        clock = self._clock(device)
-        with self._lock:
-            place = stage.places.next(call.kind)
-        pending = PendingCall(place, self.step, call, choice.kernel, kv_lengths, clock, None)
+        stage = self._stage or self._running()
+        clock = self._clocks.get(device) or self._clock(device)
         if clock.capturing():
-            # An event of a capture has no time, a shadow arm would be replayed with the graph, and the
-            # graph's memory must not be held.
-            pending.kv_lengths = None
-            result = launch(choice.kernel)
-            pending.arms = {name: Arm(reason="captured into a CUDA graph") for name in self.compare}
-        elif self.compare:
-            result = self._run_arms(stage, pending, launch, device)
-        else:
-            pending.span = clock.start()
-            result = launch(choice.kernel)
-            clock.stop(pending.span)
-        stage.pending.append(pending)
+            return self._record_capture(stage, call, choice, launch, clock)
+        if self.compare:
+            return self._record_arms(stage, call, choice, launch, device, kv_lengths, clock)
+        span = clock.start()
+        result = launch(choice.kernel)
+        clock.stop(span)
+        stage.pending.append(PendingCall(self.step, call, choice.kernel, kv_lengths, clock, span))
         return result
 
-    def _run_arms(self, stage: Stage, pending: PendingCall, launch: Launch, device: torch.device) -> Result:
-        clock, call = pending.clock, pending.call
-        pending.whole = clock.start()
+    def _record_capture(
+        self, stage: Stage, call: AttentionCall, choice: Choice, launch: Launch, clock: Clock
+    ) -> Result:
+        # An event of a capture has no time, a shadow arm would be replayed with the graph, and the graph's
+        # memory must not be held.
+        place = self._place(stage, call) if self.compare else None
+        result = launch(choice.kernel)
+        arms = {name: Arm(reason="captured into a CUDA graph") for name in self.compare}
+        stage.pending.append(PendingCall(self.step, call, choice.kernel, None, clock, None, place, arms))
+        return result
+
+    def _record_arms(
+        self,
+        stage: Stage,
+        call: AttentionCall,
+        choice: Choice,
+        launch: Launch,
+        device: torch.device,
+        kv_lengths: torch.Tensor | None,
+        clock: Clock,
+    ) -> Result:
+        place = self._place(stage, call)
+        whole = clock.start()
+        span: Span | None = None
+        arms: dict[str, Arm] = {}
         outputs: dict[str, torch.Tensor] = {}
         result: Result | None = None
         # Whoever runs first meets colder caches, so the order turns from layer to layer and, in one layer,
         # from forward to forward.
         order = ("", *self.compare)
-        place = pending.place
         turn = place.index if place.layer is None or place.forward is None else place.layer + place.forward
         for position in range(len(order)):
             name = order[(position + turn) % len(order)]
             if name == "":
-                pending.span = clock.start()
-                result = launch(pending.kernel)
-                clock.stop(pending.span)
+                span = clock.start()
+                result = launch(choice.kernel)
+                clock.stop(span)
                 continue
-            arm = pending.arms[name] = Arm(reason=self._refusal(call, name))
+            arm = arms[name] = Arm(reason=self._refusal(call, name))
             if arm.reason is None:
                 arm.span = clock.start()
                 try:
@@ -218,9 +232,16 @@ class Recording:
         assert result is not None
         for name, output in outputs.items():
             slots = self._slots(stage, device)
-            pending.arms[name].difference = slots, slots.put(max_abs_difference(result[0], output))
-        clock.stop(pending.whole)
+            arms[name].difference = slots, slots.put(max_abs_difference(result[0], output))
+        clock.stop(whole)
+        stage.pending.append(
+            PendingCall(self.step, call, choice.kernel, kv_lengths, clock, span, place, arms, whole)
+        )
         return result
+
+    def _place(self, stage: Stage, call: AttentionCall) -> Place:
+        with self._lock:
+            return stage.places.next(call.kind)
 
     def _slots(self, stage: Stage, device: torch.device) -> Slots:
         slots = stage.slots.get(device)
@@ -270,9 +291,11 @@ class Recording:
             before.seconds = now - before.began
             before.resolve(self.log)
         if following is not None:
-            if self.compare:
-                for device in {*self._clocks, _default_device()}:
+            for device in {*self._clocks, _default_device()}:
+                if self.compare:
                     self._slots(following, device)
+                # Not self._clock(): whether any call runs on the default device is not known yet.
+                (self._clocks.get(device) or clock_for(device)).reserve(following.expected_calls)
             following.began = perf_counter()
 
     def _wait(self) -> None:
@@ -317,6 +340,12 @@ def _default_device() -> torch.device:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _device_names(clocks: Mapping[torch.device, Clock]) -> str:

@@ -1,18 +1,21 @@
-"""Stage 4: averaged weights become a `from_pretrained` folder."""
+"""Averaged weights become a `from_pretrained` folder, and such a folder a new run to go on from."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_ltx import AutoencoderKLLTXVideo
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
+from torch import nn
 
 from videoattn.demo.tokenizer import build_tokenizer
 from videoattn.demo.training.dit import build
-from videoattn.demo.training.geometry import build_scheduler
+from videoattn.demo.training.geometry import build_scheduler, build_text_encoder, build_transformer
 from videoattn.demo.training.optimiser import load_parameters
+from videoattn.demo.training.text import BindingHeads
 
 MAX_BYTES = 20_000_000
 
@@ -50,3 +53,26 @@ def export(run: Path, weights: Path) -> None:
     temporary.rename(weights)
     torch.save({name: value.half() for name, value in average.items()}, small)
     print(f"{weights}: {size} bytes")
+
+
+def unpack(weights: Path, run: Path) -> None:
+    """Make a run folder whose stages start from the weights of a `from_pretrained` folder.
+
+    The binding heads aren't shipped: they start anew.
+    """
+    run.mkdir(parents=True, exist_ok=True)
+    parts: Any = nn.ModuleDict(
+        {"transformer": build_transformer(), "encoder": build_text_encoder(), "heads": BindingHeads()}
+    )
+    stored: Any = LTXPipeline.from_pretrained(weights, local_files_only=True)
+    load_parameters(parts["transformer"], dict(stored.transformer.named_parameters()))
+    load_parameters(parts["encoder"], dict(stored.text_encoder.named_parameters()))
+    torch.save(
+        {name: value.detach().half() for name, value in parts.named_parameters()}, run / "dit_average.pt"
+    )
+    text = nn.ModuleDict({"encoder": parts["encoder"], "heads": parts["heads"]})
+    torch.save({"model": {name: value.detach() for name, value in text.named_parameters()}}, run / "t5.pt")
+    vae = {name: value.detach().half() for name, value in stored.vae.named_parameters()}
+    torch.save(vae, run / "vae_average.pt")
+    stored.vae.register_to_config(_name_or_path="")
+    stored.vae.float().save_pretrained(run / "vae")
