@@ -188,6 +188,7 @@ def test_two_kernels_with_one_seed_side_by_side(server, browse):
     stage = page.locator("#va-compare .va-stage")
     stage.wait_for(timeout=LONG)
     expect(stage.locator("figcaption").first).to_contain_text("A: sdpa")
+    expect(page.locator("#va-compare")).to_contain_text("served by the same kernel, sdpa")
     expect(page.locator("#va-compare .va-likeness")).to_contain_text("Identical", timeout=LONG)
     expect(page.locator("#va-compare .va-charts")).to_contain_text("video_self A")
     expect(page.locator("#va-compare .va-charts")).to_contain_text("denoise B")
@@ -238,7 +239,7 @@ def test_different_clips_are_measured_and_their_difference_shown(server, browse)
         page.locator(f"#va-gallery dialog [data-emit={side}]").click()
         page.locator("#va-compare .va-panel").wait_for()
     expect(page.locator("#va-compare .va-likeness")).to_contain_text("dB", timeout=LONG)
-    expect(page.locator("#va-compare")).to_contain_text("differ in prompt or seed")
+    expect(page.locator("#va-compare")).to_contain_text("differ in prompt, seed or model")
 
 
 def test_timing_by_kind_stage_and_layer(server, browse):

@@ -5,6 +5,7 @@ import socket
 
 import httpx
 import pytest
+from gradio_client import Client
 from PIL import Image
 
 from tests.web.conftest import PROMPT, serving
@@ -207,3 +208,5 @@ def test_without_the_password_nothing_answers(tmp_path):
         known = ("ada", "correct horse")
         assert stranger.get("/", auth=known).status_code == 200
         assert stranger.get("/", auth=known, headers={"Host": "evil.example"}).status_code == 421
+        client = Client(str(stranger.base_url), verbose=False, httpx_kwargs={"auth": known})
+        assert client.predict(10, 0, api_name="/queue") == []

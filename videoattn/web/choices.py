@@ -62,7 +62,7 @@ class Models:
         found: list[tuple[str, str]] = []
         try:
             sources.describe(sources.find(RenderJob(model="demo")))
-            found.append(("demo: small, runs on any CPU", "demo"))
+            found.append(("demo (any CPU)", "demo"))
         except (ImportError, UsageError, RenderError):
             pass
         for root in self._roots:

@@ -13,7 +13,6 @@ from videoattn.jobs import Job, JobState
 from videoattn.kernels import NAMES
 from videoattn.web import gallery, likeness, text, timing
 from videoattn.web.actions import REFUSALS, Actions, media_url
-from videoattn.web.choices import kernel_verdicts
 from videoattn.web.limits import MAX_PROMPT
 from videoattn.web.panel import panel, render
 
@@ -34,9 +33,10 @@ def build(actions: Actions) -> gr.HTML:
                 label="Model",
                 allow_custom_value=True,
                 scale=1,
+                min_width=200,
                 elem_id="compare-model",
             )
-            seed = gr.Textbox("0", label="Seed", max_lines=1, scale=1, min_width=120, elem_id="compare-seed")
+            seed = gr.Textbox("0", label="Seed", max_lines=1, scale=1, min_width=160, elem_id="compare-seed")
         with gr.Row():
             left = gr.Dropdown(["auto", *NAMES], value="sdpa", label="Kernel A", elem_id="kernel-a")
             right = gr.Dropdown(["auto", *NAMES], value="auto", label="Kernel B", elem_id="kernel-b")
@@ -92,11 +92,10 @@ class _Shower:
             )
             return parts
         sides = [self._side(name, job) for name, job in (("A", a), ("B", b))]
-        same = (
-            {job.payload["job"]["seed"] for job in (a, b)},
-            {job.payload["job"]["prompt"] for job in (a, b)},
-        )
-        parts["stage"] = render("compare_stage.html", sides=sides, alike=all(len(each) == 1 for each in same))
+        left, right = a.payload["job"], b.payload["job"]
+        alike = all(left[name] == right[name] for name in ("prompt", "seed", "model"))
+        same = sides[0]["kernels"] == sides[1]["kernels"]
+        parts["stage"] = render("compare_stage.html", sides=sides, alike=alike, same=same)
         parts["numbers"] = render(
             "compare_numbers.html", likeness=self._likeness(a, b), sides=sides, charts=_charts(sides)
         )
@@ -166,7 +165,7 @@ def _charts(sides: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str,
     stages, kinds = [], []
     for side in sides:
         report = side["report"]
-        stages.append(dict(report.get("stage_seconds") or {}))
+        stages.append(dict(timing.stage_seconds(report)))
         lines = (report.get("timing") or {}).get("lines") or []
         totals: dict[str, float] = {}
         for line in lines:
@@ -183,8 +182,3 @@ def _charts(sides: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str,
         ]
         charts.append((title, unit, timing.bars(rows)))
     return charts
-
-
-def unavailable(actions: Actions) -> list[tuple[str, str]]:
-    """Kernels that cannot run on this machine, and why."""
-    return [(name, reason) for name, reason in kernel_verdicts(actions.device).items() if reason is not None]

@@ -63,7 +63,13 @@ class Form:
             self.length = _dropdown(_lengths(self.start), "Length", "length")
         with gr.Row():
             self.steps = gr.Slider(
-                1, 100, value=defaults.get("num_inference_steps", 30), step=1, label="Steps", elem_id="steps"
+                1,
+                100,
+                value=defaults.get("num_inference_steps", 30),
+                step=1,
+                label="Steps",
+                elem_id="steps",
+                min_width=200,
             )
             self.guidance = gr.Slider(
                 1,
@@ -72,6 +78,7 @@ class Form:
                 step=0.1,
                 label="Guidance",
                 elem_id="guidance",
+                min_width=200,
             )
         with gr.Row(elem_classes="va-seed"):
             # Text, since a browser's numbers end at 2^53 and seeds at 2^63.
@@ -322,7 +329,7 @@ def _lengths(presets: Presets | None) -> Choices:
 
 
 def _dropdown(choices: Choices, label: str, elem_id: str) -> gr.Dropdown:
-    return gr.Dropdown(choices[0], value=choices[1], label=label, elem_id=elem_id)
+    return gr.Dropdown(choices[0], value=choices[1], label=label, elem_id=elem_id, min_width=200)
 
 
 def _update(choices: Choices, value: Any = None) -> Any:

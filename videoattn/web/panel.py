@@ -40,7 +40,10 @@ def panel(
     """
 
     def panel_show(request: dict[str, Any]) -> dict[str, str]:
-        return show(request)
+        try:
+            return show(request)
+        except (*REFUSALS, ValueError, TypeError) as error:
+            return {"trouble": str(Markup('<p class="va-note">{}</p>').format(text.sentence(error)))}
 
     def panel_act(request: dict[str, Any]) -> dict[str, str]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -64,11 +65,12 @@ def serve(settings: Settings, *, say: Callable[[str], None] = print) -> None:
         config = uvicorn.Config(
             app, log_level="warning", timeout_graceful_shutdown=2, ws="none", server_header=False
         )
-        server = uvicorn.Server(config)
+        server = _Server(config)
         host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
         shown = f"[{host}]" if ":" in host else host
         say(f"open http://{shown}:{port}/ (clips go to {settings.output})")
         server.run(sockets=[listener])
+        say("stopping; the queue goes on when the page is served again")
 
 
 @contextmanager
@@ -97,6 +99,21 @@ def running(settings: Settings, say: Callable[[str], None]) -> Iterator[Actions]
                 each.start()
             for each in stopping:
                 each.join()
+
+
+class _Server(uvicorn.Server):
+    """A server that a signal ends like any other return: uvicorn's raises the signal once more."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM end the server while it runs."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def build(actions: Actions, settings: Settings, port: int) -> ASGIApp:

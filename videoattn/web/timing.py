@@ -12,6 +12,7 @@ import gradio as gr
 
 from videoattn.jobs import Job, JobState
 from videoattn.timing.log import load
+from videoattn.web import text
 from videoattn.web.actions import Actions, media_url
 from videoattn.web.choices import kernel_verdicts
 from videoattn.web.panel import panel, render
@@ -85,8 +86,10 @@ def bars(values: Sequence[tuple[str, float]]) -> list[tuple[str, float, float]]:
 
 
 def stage_seconds(report: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Wall seconds by stage; empty when shadow arms ran."""
-    return list((report.get("stage_seconds") or {}).items())
+    """Wall seconds by stage, in the order of a render; empty when shadow arms ran."""
+    order = list(text.PHASES)
+    seconds = (report.get("stage_seconds") or {}).items()
+    return sorted(seconds, key=lambda each: order.index(each[0]) if each[0] in order else len(order))
 
 
 @lru_cache(maxsize=16)

@@ -28,7 +28,8 @@
     function draw(parts) {
       const body = root();
       if (!body) return;
-      for (const [name, html] of Object.entries(parts)) {
+      const gone = [...shown.keys()].filter((name) => !(name in parts)).map((name) => [name, ""]);
+      for (const [name, html] of [...Object.entries(parts), ...gone]) {
         let part = body.querySelector(`:scope > [data-part="${name}"]`);
         if (!part) {
           part = document.createElement("section");
