@@ -154,18 +154,7 @@ MUTANTS = [
 ]
 
 
-UNSEEN = pytest.mark.xfail(
-    strict=True, reason="the simulator takes MMAs of one thread to run in order, as shipping kernels do"
-)
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(m, id=m.name, marks=UNSEEN if m.name.startswith("QK of the next") else ())
-        for m in MUTANTS
-    ],
-)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_is_caught(mutant, tmp_path):
     step = STEPS[mutant.step]
     source = str(step.source.relative_to(library.SOURCES))
