@@ -17,11 +17,6 @@ MAX_SMEM = 232448  # bytes of shared memory one CTA can have
 SPILLS = {"v19_load_reduce"}  # what it teaches
 STACKLESS = {"17_phase_bits", "18_l2_promotion"}
 
-try:
-    library.find_compiler()
-except library.BuildError as error:
-    pytest.skip(str(error), allow_module_level=True)
-
 
 def name(build):
     return f"{build[0]['name']}-{build[1]}"
