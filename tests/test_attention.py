@@ -34,28 +34,65 @@ def inputs(batch=2, q_len=37, kv_len=53, heads=3, head_dim=64, dtype=torch.float
     return [torch.randn(s, dtype=dtype) + 0.5 for s in shapes]
 
 
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Five rows of scores at a time, or seven."""
+    monkeypatch.setattr("videoattn.kernels.reference.SCORE_CHUNK", 5 * 2 * 3 * 53)
+    monkeypatch.setattr("videoattn.kernels.sdpa.LSE_CHUNK", 7 * 2 * 3 * 53)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("lengths", [None, [53, 1], [17, 0]])
-def test_matches_fp32(scale, lengths):
+def test_matches_fp32(kernel, scale, lengths, small_chunks):
     q, k, v = inputs()
     kv_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     if lengths is not None:
         for b, n in enumerate(lengths):
             k[b, n:], v[b, n:] = torch.nan, torch.inf
-    out, lse = videoattn.attention(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=True)
+    options = {"scale": scale, "kv_lengths": kv_lengths, "kernel": kernel}
+    out, lse = videoattn.attention(q, k, v, return_lse=True, **options)
     ref, ref_lse = reference(q, k, v, scale, kv_lengths)
     torch.testing.assert_close(out, ref.nan_to_num(0.0), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, ref_lse, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(out, videoattn.attention(q, k, v, scale=scale, kv_lengths=kv_lengths))
+    torch.testing.assert_close(out, videoattn.attention(q, k, v, **options))
 
 
-def test_lse_in_chunks(monkeypatch):
-    from videoattn.kernels import sdpa
-
-    monkeypatch.setattr(sdpa, "LSE_CHUNK", 7 * 2 * 3 * 53)
+@pytest.mark.parametrize("form", ["boolean", "additive", "a row an entry"])
+def test_a_dense_mask_means_the_same_to_both(form, small_chunks):
     q, k, v = inputs()
-    _, lse = videoattn.attention(q, k, v, return_lse=True)
-    torch.testing.assert_close(lse, reference(q, k, v)[1], atol=1e-4, rtol=1e-5)
+    mask = torch.rand(2, 1, 1 if form == "a row an entry" else 37, 53) > 0.5
+    if form == "additive":
+        mask = torch.where(mask, torch.randn(2, 1, 37, 53), -torch.inf)
+    results = [attend(q, k, v, mask=mask, return_lse=True, kernel=kernel) for kernel in ("sdpa", "reference")]
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_reference_rounds_once(dtype):
+    q, k, v = inputs(dtype=dtype)
+    want = reference(q, k, v)[0].to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = videoattn.attention(q, k, v, kernel="reference")
+    # Where fp32 sums of another order fall on either side of a rounding boundary.
+    assert (out != want).float().mean() < 1e-3
+    torch.testing.assert_close(out, want, atol=0, rtol=torch.finfo(dtype).eps)
+
+
+def test_the_reference_says_what_it_does_not_take(monkeypatch):
+    q, k, v = inputs(dtype=torch.float64)
+    with pytest.raises(KernelUnavailable, match="float64 inputs are more precise"):
+        videoattn.attention(q, k, v, kernel="reference")
+    call = AttentionCall(1, 1, 1, 1, 64, torch.float32, "cuda", (9, 0))
+    assert choose(call, "reference").kernel == "reference"
+    choose.cache_clear()
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        with pytest.raises(KernelUnavailable, match="TF32 is on: set"):
+            choose(call, "reference")
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_strided_views_of_a_fused_tensor():

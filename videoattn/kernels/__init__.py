@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from videoattn.dispatch import AttentionCall
 
-NAMES = ("blackwell", "hopper", "flash4", "flash3", "sdpa")
+NAMES = ("blackwell", "hopper", "flash4", "flash3", "sdpa", "reference")
 
 
 class Kernel(Protocol):

@@ -36,17 +36,25 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention by `F.scaled_dot_product_attention`; key lengths become a boolean mask."""
     if kv_lengths is not None:
-        valid = torch.arange(k.shape[1], device=k.device) < kv_lengths[:, None]
-        # A masked NaN is still NaN (NaN + -inf, 0 * NaN), so rows past a length are cleared, not only masked.
-        rows = valid[:, :, None, None]
-        k, v = torch.where(rows, k, 0), torch.where(rows, v, 0)
-        mask = valid[:, None, None, :]
+        k, v, mask = clear_past_lengths(k, v, kv_lengths)
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     if kv_lengths is not None:
         out = torch.where((kv_lengths > 0)[:, None, None, None], out, 0)
     lse = log_sum_exp(query, key, scale, mask) if return_lse else None
     return out.transpose(1, 2).contiguous(), lse
+
+
+def clear_past_lengths(
+    k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K and V with zeros past each entry's length, and the mask `(batch, 1, 1, kv_len)` of what is valid.
+
+    A masked NaN is still NaN (NaN + -inf, 0 * NaN), so those rows are cleared, not only masked.
+    """
+    valid = torch.arange(k.shape[1], device=k.device) < kv_lengths[:, None]
+    rows = valid[:, :, None, None]
+    return torch.where(rows, k, 0), torch.where(rows, v, 0), valid[:, None, None, :]
 
 
 def log_sum_exp(
