@@ -156,7 +156,7 @@ def test_a_killed_server_leaves_an_interrupted_job_that_can_be_retried(browse, t
         server.stop()
 
 
-def test_the_queue_is_reordered_by_keyboard(server, browse):
+def test_the_queue_is_reordered_by_keyboard_and_by_dragging(server, browse):
     (busy,) = server.submit(num_inference_steps=200)
     server.wait(busy, "running")
     jobs = [server.submit(seed=seed)[0] for seed in (21, 22, 23)]
@@ -172,6 +172,13 @@ def test_the_queue_is_reordered_by_keyboard(server, browse):
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     expect(first).to_have_attribute("data-job", str(jobs[0]))
+    row = page.locator("#va-queue [data-part=pending] li")
+    row.nth(2).drag_to(first, target_position={"x": 20, "y": 3})
+    expect(first).to_have_attribute("data-job", str(jobs[1]))
+    height = row.nth(2).bounding_box()["height"]
+    first.drag_to(row.nth(2), target_position={"x": 20, "y": height - 3})
+    expect(row.nth(2)).to_have_attribute("data-job", str(jobs[1]))
+    assert [each["job"] for each in server.call("queue", 50, 0)[0]] == [busy, jobs[0], jobs[2], jobs[1]]
     page.once("dialog", lambda asked: asked.accept())
     page.get_by_text("Cancel all waiting").click()
     expect(page.locator("#va-queue .va-message")).to_contain_text("3 jobs cancelled")

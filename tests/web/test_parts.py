@@ -127,6 +127,8 @@ def test_moves(actions):
     assert order() == [ids[0], ids[1], ids[3], ids[2]]
     actions.move(ids[2], "before", ids[0])
     assert order() == [ids[2], ids[0], ids[1], ids[3]]
+    actions.move(ids[2], "after", ids[3])
+    assert order() == [ids[0], ids[1], ids[3], ids[2]]
     with pytest.raises(UsageError):
         actions.move(ids[2], "sideways")
 

@@ -139,17 +139,19 @@ class Actions:
         return self.store.cancel(job)
 
     def move(self, job: int, where: str, other: int | None = None) -> None:
-        """Move a pending job `first`, `up`, `down`, `last`, or `before` another one."""
+        """Move a pending job `first`, `up`, `down`, `last`, or `before` or `after` another one."""
         if where == "first":
             self.store.move_first(job)
         elif where == "last":
             self.store.move(job)
         elif where == "before" and other is not None:
             self.store.move(job, before=other)
+        elif where == "after" and other is not None:
+            self.store.move(job, after=other)
         elif where in ("up", "down"):
             self._step(job, where)
         else:
-            raise UsageError(f"cannot move a job '{where}': use first, up, down, last or before")
+            raise UsageError(f"cannot move a job '{where}': use first, up, down, last, before or after")
 
     def _step(self, job: int, where: str) -> None:
         running = self.store.counts()[JobState.RUNNING]

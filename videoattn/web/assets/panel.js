@@ -120,7 +120,15 @@
       refresh();
     });
 
-    // Pending jobs can be dragged; the arrow buttons do the same from the keyboard.
+    // Pending jobs can be dragged; the arrow buttons do the same from the keyboard. A job dropped on the lower
+    // half of another goes behind it, so that every place can be reached, the last one too.
+    const place = (row, event) => {
+      const box = row.getBoundingClientRect();
+      return event.clientY > box.top + box.height / 2 ? "after" : "before";
+    };
+    const unmark = () => element
+      .querySelectorAll(".va-drop-before, .va-drop-after")
+      .forEach((each) => each.classList.remove("va-drop-before", "va-drop-after"));
     element.addEventListener("dragstart", (event) => {
       const row = event.target.closest?.("[draggable=true][data-job]");
       if (!row) return;
@@ -130,10 +138,10 @@
     });
     element.addEventListener("dragover", (event) => {
       const row = event.target.closest?.("[draggable=true][data-job]");
-      element.querySelectorAll(".va-drop").forEach((each) => each.classList.remove("va-drop"));
+      unmark();
       if (!dragging || !row) return;
       event.preventDefault();
-      row.classList.add("va-drop");
+      row.classList.add(`va-drop-${place(row, event)}`);
     });
     element.addEventListener("drop", (event) => {
       const row = event.target.closest?.("[draggable=true][data-job]");
@@ -141,11 +149,12 @@
       event.preventDefault();
       const job = dragging;
       dragging = null;
-      if (row.dataset.job !== job) act({ act: "move", where: "before", job, other: row.dataset.job });
+      unmark();
+      if (row.dataset.job !== job) act({ act: "move", where: place(row, event), job, other: row.dataset.job });
     });
     element.addEventListener("dragend", () => {
       dragging = null;
-      element.querySelectorAll(".va-drop").forEach((each) => each.classList.remove("va-drop"));
+      unmark();
     });
 
     watch("value", () => { Object.assign(asked, query()); refresh(); });
