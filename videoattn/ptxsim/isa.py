@@ -321,34 +321,35 @@ def _lop3(g: Emitter, ins: Instr) -> None:
 @op("bfe")
 def _bfe(g: Emitter, ins: Instr) -> None:
     typ = _type(g, ins)
+    _only(g, ins)
     d, a, pos, length = _count(g, ins, 4)
-    if typ != "u32":
-        raise g.bad("only .u32")
-    g.write(d, f"sc.bfe({g.src(a, 'u32')}, {g.src(pos, 'u32')}, {g.src(length, 'u32')})", "u32")
+    g.write(d, f"sc.bfe({g.src(a, typ)}, {g.src(pos, 'u32')}, {g.src(length, 'u32')})", typ)
 
 
 @op("bfi")
 def _bfi(g: Emitter, ins: Instr) -> None:
-    if ins.parts[1:] != ("b32",):
-        raise g.bad("only .b32")
+    typ = _type(g, ins)
+    _only(g, ins)
     d, a, b, pos, length = _count(g, ins, 5)
-    args = ", ".join(g.src(v, "u32") for v in (a, b, pos, length))
-    g.write(d, f"sc.bfi({args})", "u32")
+    args = ", ".join(g.src(v, t) for v, t in ((a, typ), (b, typ), (pos, "u32"), (length, "u32")))
+    g.write(d, f"sc.bfi({args})", typ)
 
 
-@op("popc", "clz", "brev", "bfind")
+@op("popc", "clz", "brev")
 def _bits(g: Emitter, ins: Instr) -> None:
     typ = _type(g, ins)
+    _only(g, ins)
     d, a = _count(g, ins, 2)
     name = ins.parts[0]
-    if (name == "bfind" and (len(ins.parts) > 2 or typ[0] == "s")) or (name == "brev" and typ != "b32"):
-        raise g.bad()
-    x = g.src(a, _UNSIGNED[typ])
-    if name == "clz":
-        bits = 8 * TYPE_BYTES[typ]
-        g.write(d, f"where({x} == 0, _u4({bits}), _u4({bits - 1}) - sc.bfind({x}))", "u32")
-    else:
-        g.write(d, f"sc.{name}({x})", "u32")
+    g.write(d, f"sc.{name}({g.src(a, typ)})", typ if name == "brev" else "u32")
+
+
+@op("bfind")
+def _bfind(g: Emitter, ins: Instr) -> None:
+    typ = _type(g, ins)
+    mods = _only(g, ins, "shiftamt")
+    d, a = _count(g, ins, 2)
+    g.write(d, f"sc.bfind({g.src(a, typ)}, {'shiftamt' in mods})", "u32")
 
 
 @op("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
@@ -388,9 +389,9 @@ def _mov(g: Emitter, ins: Instr) -> None:
         if n not in (2, 4) or size % n:
             raise g.malformed(f"cannot unpack .{typ} into {n} elements")
         part = size // n
-        x = g.let(f"{g.src(a, f'b{8 * size}')}.view(_u{part})")
+        x = g.let(f"{g.src(a, f'b{8 * size}')}.view(_u{part}).reshape(32, {n}).T.copy()")
         for i, item in enumerate(d.items):
-            g.write(item, f"{x}[{i}::{n}].copy()" if part != 4 else f"{x}[{i}::{n}]", f"b{8 * part}")
+            g.write(item, f"{x}[{i}]", f"b{8 * part}")
     elif isinstance(a, Reg) and isinstance(d, Reg):
         if TYPE_BYTES[a.type] != TYPE_BYTES[d.type]:
             raise g.malformed(f"{a.name} and {d.name} differ in size")
