@@ -53,7 +53,9 @@ def bit_field(a: int, pos: int, length: int, typ: str) -> int:
     pos, length = pos & 255, length & 255
     top = min(pos + length - 1, bits - 1)
     sign = a >> top & 1 if typ[0] == "s" and length else 0
-    field = sum((unsigned(a, bits) >> pos + i & 1 if pos + i < bits else sign) << i for i in range(min(length, bits)))
+    field = sum(
+        (unsigned(a, bits) >> pos + i & 1 if pos + i < bits else sign) << i for i in range(min(length, bits))
+    )
     return field | (-sign << length if length < bits else 0)
 
 
@@ -124,14 +126,18 @@ def cases() -> list[tuple[str, str, list[str], str, Callable[..., int]]]:
         for t in types:
             wide = {"T": t, "W": f"{t[0]}{2 * int(t[1:])}"}
             opcode = name.replace(".S.", f".{t}.") if ".S." in name else f"{name}.{t}"
-            out.append((opcode, t, [wide.get(o, o) for o in operands.split()], wide.get(result, result), model))
+            out.append(
+                (opcode, t, [wide.get(o, o) for o in operands.split()], wide.get(result, result), model)
+            )
     for t in (*BITS[1:], *ALL):
         for relation in ("eq", "ne") if t[0] == "b" else ("eq", "ne", "lt", "le", "gt", "ge"):
             compare = {"eq": int.__eq__, "ne": int.__ne__, "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__,
                        "ge": int.__ge__}[relation]  # fmt: skip
             model: Callable[..., int] = lambda a, b, t, f=compare: int(f(a, b))  # noqa: E731
             out.append((f"setp.{relation}.{t}", t, [t, t], "pred", model))
-            out.append((f"set.{relation}.u32.{t}", t, [t, t], "u32", lambda a, b, t, f=compare: -int(f(a, b))))
+            out.append(
+                (f"set.{relation}.u32.{t}", t, [t, t], "u32", lambda a, b, t, f=compare: -int(f(a, b)))
+            )
     sizes = ("u8", "s8", *ALL)
     for s in sizes:
         for d in sizes:
@@ -158,7 +164,9 @@ def kernel(instructions: list[str], form: str) -> str:
     elif form == "guard":
         body = "\n".join(f"@%odd {line}\n@!%odd {other(line)}" for line in instructions)
     else:
-        body = "\n".join(["@!%odd bra EVEN;", *instructions, "bra JOIN;", "EVEN:", *map(other, instructions), "JOIN:"])
+        body = "\n".join(
+            ["@!%odd bra EVEN;", *instructions, "bra JOIN;", "EVEN:", *map(other, instructions), "JOIN:"]
+        )
     return body
 
 
@@ -194,11 +202,17 @@ def test_integer_instructions_are_python_s(form, group):
                 values.append([lane & 1 for lane in range(LANES)])
                 continue
             divides = opcode.startswith(("div", "rem"))
-            shift = t == "u32" and typ != "u32" or opcode.startswith(("shr", "bfe")) and k
+            shift = (t == "u32" and typ != "u32") or (opcode.startswith(("shr", "bfe")) and k)
             if t == "table" or (k == constant and (len(operand_types) > 1 or opcode.startswith("mov"))):
-                value = rng.randrange(256 if t == "table" else 80) if t == "table" or shift else interesting(rng, t, divides)
+                value = (
+                    rng.randrange(256 if t == "table" else 80)
+                    if t == "table" or shift
+                    else interesting(rng, t, divides)
+                )
                 number = value if t == "table" else typed(value, t.replace("b", "u"))
-                wide = [number] if t == "table" else [number, *(number + (k << int(t[1:])) for k in (-1, 1, 5))]
+                wide = (
+                    [number] if t == "table" else [number, *(number + (k << int(t[1:])) for k in (-1, 1, 5))]
+                )
                 written.append(str(number if shift else rng.choice(wide)))
                 values.append([number] * LANES)
                 continue
@@ -216,7 +230,9 @@ def test_integer_instructions_are_python_s(form, group):
             stores.append(f"selp.b32 {flag}, 1, 0, {dest}; st.global.b32 [%out+{8 * LANES * n}], {flag};")
         else:
             stores.append(f"st.global.b{bits} [%out+{8 * LANES * n}], {dest};")
-        rows = [model(*row, typ.replace("b", "u") if typ[0] == "b" else typ) for row in zip(*values, strict=True)]
+        rows = [
+            model(*row, typ.replace("b", "u") if typ[0] == "b" else typ) for row in zip(*values, strict=True)
+        ]
         rows = [r if result == "pred" else typed(r, result.replace("b", "u")) for r in rows]
         left_out = 1 if result == "pred" else OTHER
         expected.append([unsigned(r if form == "whole" or lane & 1 else left_out, bits)

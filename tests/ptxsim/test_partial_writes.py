@@ -45,7 +45,6 @@ mapa.shared::cluster.u32 %r, %r0, 0 | isspacep.shared %p, %q0 | prmt.b32 %r, %r0
 ld.global.u16 %r, [%in] | ld.global.v2.f32 {%r, %r'}, [%in+8] | ld.global.s8 %h, [%in+1] | atom.shared.or.b32 %r, [cell], 0"""
 
 
-
 def programs() -> list[tuple[str, list[str]]]:
     """(instruction, its destinations), with destinations named apart."""
     out = []

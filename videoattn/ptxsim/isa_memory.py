@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .codegen import DTYPES, Emitter, vector_items
-from .isa import op
+from .isa_common import op
 from .ptx import TYPE_BYTES, Imm, Instr, Mem, Reg, Sym
 
 _IGNORED = {

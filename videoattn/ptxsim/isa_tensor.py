@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .codegen import Emitter, vector_items
-from .isa import op
+from .isa_common import op
 from .isa_sync import _blocking
 from .ptx import Imm, Instr, Mem, Reg, Vec
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from .errors import ExecutionError
 from .hb import GENERIC
-from .isa import LOCAL_WINDOW, SHARED_WINDOW
+from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .mma_sync import ldmatrix_lanes, mma_m16n8
 from .ops_global import GlobalOps
 
