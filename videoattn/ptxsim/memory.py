@@ -128,6 +128,13 @@ class SharedMemory:
         self.shadow = Shadow(padded // 4)
         self.barriers: dict[int, Mbarrier] = {}
 
+    def overrun(self, offset: int, nbytes: int) -> tuple[str, int] | None:
+        """(variable, its size) when a range that starts in a variable of known size leaves it."""
+        for start, size, symbol in self.names:
+            if size and start <= offset < start + size < offset + nbytes:
+                return readable(symbol), size
+        return None
+
     def name(self, offset: int) -> str:
         """`symbol+offset` of an address within the CTA."""
         best = f"shared {offset:#x}"
