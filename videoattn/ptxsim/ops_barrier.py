@@ -135,6 +135,8 @@ class BarrierOps(MemoryOps):
 
     def cluster_arrive(self, mask, release: bool) -> None:
         cluster = self.cta.cluster
+        if not mask.any():
+            return
         if self.cluster_token is not None:
             self.report("barrier misuse", "barrier.cluster.arrive twice without a wait between")
         self.cluster_token = cluster.phase
@@ -151,6 +153,8 @@ class BarrierOps(MemoryOps):
 
     def cluster_wait(self, mask):
         cluster = self.cta.cluster
+        if not mask.any():
+            return True
         if self.cluster_token is None:
             self.report("barrier misuse", "barrier.cluster.wait without an arrive")
             return True
@@ -199,6 +203,8 @@ class BarrierOps(MemoryOps):
 
     def setmaxnreg(self, action: str, mask, value: int):
         cta, w = self.cta, self.W
+        if not mask.any():
+            return True
         if not 24 <= value <= 256 or value % 8:
             self.report("setmaxnreg", f"{value} registers; must be a multiple of 8 in 24..256")
             return True

@@ -19,7 +19,9 @@ class TensorMemoryOps(TmaOps):
     # ---- allocation
 
     def tmem_alloc(self, mask, dst, count, group: int):
-        n = int(count[np.flatnonzero(mask)[0]]) if mask.any() else 0
+        if not mask.any():
+            return True
+        n = int(count[np.flatnonzero(mask)[0]])
         if not self._converged(mask, "tcgen05.alloc") or n not in _SIZES:
             if n not in _SIZES:
                 self.report(
@@ -73,6 +75,8 @@ class TensorMemoryOps(TmaOps):
                     self.machine.wake(c)
 
     def tmem_relinquish(self, mask, group: int) -> None:
+        if not mask.any():
+            return
         self._converged(mask, "tcgen05.relinquish_alloc_permit")
         self._one_group(group)
         self.cta.tmem.relinquished = True
@@ -127,6 +131,8 @@ class TensorMemoryOps(TmaOps):
         return True
 
     def tmem_wait(self, mask, what: str) -> None:
+        if not mask.any():
+            return
         self._converged(mask, f"tcgen05.wait::{what}")
         w = self.W
         if what == "ld":
@@ -174,11 +180,10 @@ class TensorMemoryOps(TmaOps):
     def tmem_ld(
         self, mask, address, shape: str, n: int, packed: bool, split: int, regs: tuple[int, ...]
     ) -> list:
-        garbage = [np.full(32, 0x7FBADBAD, np.uint32) for _ in regs]
         columns = self._width(shape, n, packed, split)
         place = self._tmem_window(mask, address, shape, columns, "tcgen05.ld")
         if place is None:
-            return garbage
+            return self._not_loaded(mask, regs)
         lane, column = place
         tmem = self.cta.tmem
         height = 32 if shape == "32x32b" else 16
@@ -209,6 +214,12 @@ class TensorMemoryOps(TmaOps):
         tmem.shadow.read(cells, w.ld_column, w.ld_issued, self.at)
         w.unsynced |= self.mask
 
+    def _not_loaded(self, mask, regs: tuple[int, ...]) -> list:
+        """Registers after a load that a false guard skipped, or that was illegal."""
+        if mask.any():
+            return [np.full(32, 0x7FBADBAD, np.uint32) for _ in regs]
+        return [self.W.R[r] if r >= 0 else None for r in regs]
+
     def _pending(self, sample, regs: tuple[int, ...]) -> list:
         w = self.W
         load = PendingLoad(self, sample, w.ld_issued)
@@ -221,7 +232,7 @@ class TensorMemoryOps(TmaOps):
     ) -> list:
         place = self._tmem_window(mask, address, "32x32b", n, "tcgen05.ld.red")
         if place is None:
-            return [np.full(32, 0x7FBADBAD, np.uint32) for _ in regs]
+            return self._not_loaded(mask, regs)
         lane, column = place
         tmem = self.cta.tmem
         cells = region(lane, 32, column, n)
