@@ -1,7 +1,8 @@
-"""Integer instructions against Python's integers: every type, registers and immediates, whole and split warps."""
+"""Integer instructions against Python: all types, registers and immediates, whole and split warps."""
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 
@@ -72,6 +73,12 @@ def highest(a: int, typ: str) -> int:
     return (~a if a < 0 else a).bit_length() - 1
 
 
+def distance_from_top(a: int, typ: str) -> int:
+    """bfind.shiftamt: how far a shift must go to bring that bit to the top."""
+    at = highest(a, typ)
+    return at if at < 0 else int(typ[1:]) - 1 - at
+
+
 # opcode -> (types, operand types, result type, model); T is the instruction's type, W its double
 ALL = ("u16", "s16", "u32", "s32", "u64", "s64")
 NARROW = ("u16", "s16", "u32", "s32")
@@ -112,7 +119,7 @@ OPS: dict[str, tuple[tuple[str, ...], str, str, Callable[..., int]]] = {
     "clz": (("b32", "b64"), "T", "u32", lambda a, t: int(t[1:]) - a.bit_length()),
     "brev": (("b32", "b64"), "T", "T", lambda a, t: int(f"{a:0{t[1:]}b}"[::-1], 2)),
     "bfind": (WORDS, "T", "u32", highest),
-    "bfind.shiftamt": (WORDS, "T", "u32", lambda a, t: int(t[1:]) - 1 - highest(a, t) if highest(a, t) >= 0 else -1),
+    "bfind.shiftamt": (WORDS, "T", "u32", distance_from_top),
     "mov": (BITS + ALL, "T", "T", lambda a, t: a),
     "selp": (BITS + ALL, "T T pred", "T", lambda a, b, p, t: a if p else b),
     "slct.S.s32": (BITS + ALL, "T T s32", "T", lambda a, b, c, t: a if c >= 0 else b),
@@ -131,8 +138,7 @@ def cases() -> list[tuple[str, str, list[str], str, Callable[..., int]]]:
             )
     for t in (*BITS[1:], *ALL):
         for relation in ("eq", "ne") if t[0] == "b" else ("eq", "ne", "lt", "le", "gt", "ge"):
-            compare = {"eq": int.__eq__, "ne": int.__ne__, "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__,
-                       "ge": int.__ge__}[relation]  # fmt: skip
+            compare = getattr(operator, relation)
             model: Callable[..., int] = lambda a, b, t, f=compare: int(f(a, b))  # noqa: E731
             out.append((f"setp.{relation}.{t}", t, [t, t], "pred", model))
             out.append(
@@ -149,7 +155,7 @@ def cases() -> list[tuple[str, str, list[str], str, Callable[..., int]]]:
 
 
 def interesting(rng: random.Random, typ: str, divides: bool = False) -> int:
-    """A random value, often at an edge; when it divides or is divided, no zero and no quotient that overflows."""
+    """A random value, often at an edge; `divides`: no zero, and no quotient that overflows."""
     bits = int(typ[1:])
     edge = rng.choice((0, 1, 2, (1 << bits - 1) - 1, 1 << bits - 1, (1 << bits) - 1))
     if divides:
@@ -158,7 +164,7 @@ def interesting(rng: random.Random, typ: str, divides: bool = False) -> int:
 
 
 def kernel(instructions: list[str], form: str) -> str:
-    """A kernel that runs the instructions in all lanes, in lanes of one side of a branch, or under a guard."""
+    """Code that runs the instructions in all lanes, in those of one side of a branch, or under a guard."""
     if form == "whole":
         body = "\n".join(instructions)
     elif form == "guard":

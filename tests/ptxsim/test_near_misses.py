@@ -1,4 +1,4 @@
-"""Every kind of finding, triggered by a kernel, beside one almost the same that is right and must be clean."""
+"""Every kind of finding, triggered by a kernel, beside one almost the same that must be clean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from videoattn.ptxsim import Device, Module, Report, Schedule, TensorMap
 
 DOCS = Path(__file__).parents[2] / "docs" / "simulator.md"
-# threads: %t; warp and lane: %w, %l; %lead: thread 0; %w0: warp 0; cells: %cell (this thread's word of `cells`)
+# %t thread, %w warp, %l lane; %lead thread 0; %w0 warp 0; %low lanes 0-15; %cell the thread's word of cells
 KERNEL = """.version 8.7
 .target {arch}
 .address_size 64
@@ -23,14 +23,17 @@ KERNEL = """.version 8.7
 .reg .b32 %t, %w, %l, %cell, %tm, %lane, %a, %b, %c, %d, %x<16>; .reg .b64 %out, %o, %map, %q<4>;
 .reg .pred %lead, %w0, %p, %q, %low;
 ld.param.u64 %out, [out]; mov.b64 %map, map; cvta.param.u64 %map, %map; mov.u32 %t, %tid.x;
-shr.u32 %w, %t, 5; and.b32 %l, %t, 31; setp.eq.u32 %lead, %t, 0; setp.eq.u32 %w0, %w, 0; setp.lt.u32 %low, %l, 16;
-mul.wide.u32 %o, %t, 4; add.u64 %o, %out, %o; mov.u32 %cell, cells; shl.b32 %a, %t, 2; add.u32 %cell, %cell, %a;
+shr.u32 %w, %t, 5; and.b32 %l, %t, 31; setp.eq.u32 %lead, %t, 0; setp.eq.u32 %w0, %w, 0;
+setp.lt.u32 %low, %l, 16;
+mul.wide.u32 %o, %t, 4; add.u64 %o, %out, %o; mov.u32 %cell, cells; shl.b32 %a, %t, 2;
+add.u32 %cell, %cell, %a;
 shl.b32 %lane, %w, 21; and.b32 %lane, %lane, 0x600000;
 {body}
 END: ret;
 }}
 """
-INIT = "@%lead mbarrier.init.shared::cta.b64 [bar], {n}; @%lead fence.mbarrier_init.release.cluster; bar.sync 0;"
+INIT = """@%lead mbarrier.init.shared::cta.b64 [bar], {n}; @%lead fence.mbarrier_init.release.cluster;
+bar.sync 0;"""
 WAIT = "W{n}: mbarrier.try_wait.parity.shared::cta.b64 %p, [bar], {parity}; @!%p bra W{n};"
 ARRIVE = "@%lead mbarrier.arrive.shared::cta.b64 _, [bar];"
 TMEM = """@!%w0 bra ALLOCATED; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [slot], {columns};
@@ -42,11 +45,14 @@ TMEM_ST = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%a], {%t}; tcgen05.wait::st.sy
 TMEM_LD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%b}, [%a]; tcgen05.wait::ld.sync.aligned;"
 # tile holds zeros for the operands of a 128 x 16 x 16 MMA whose A is in tensor memory, columns 0-7
 OPERANDS = """shl.b32 %x0, %t, 4; mov.u32 %x1, tile; add.u32 %x0, %x0, %x1; mov.u32 %x2, 0;
-st.shared.v4.b32 [%x0], {%x2, %x2, %x2, %x2}; st.shared.v4.b32 [%x0+2048], {%x2, %x2, %x2, %x2}; fence.proxy.async.shared::cta;
+st.shared.v4.b32 [%x0], {%x2, %x2, %x2, %x2}; st.shared.v4.b32 [%x0+2048], {%x2, %x2, %x2, %x2};
+fence.proxy.async.shared::cta;
 tcgen05.st.sync.aligned.32x32b.x8.b32 [%a], {%x2, %x2, %x2, %x2, %x2, %x2, %x2, %x2};
-tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after_thread_sync;
+tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync; bar.sync 0;
+tcgen05.fence::after_thread_sync;
 shr.u32 %x1, %x1, 4; cvt.u64.u32 %q0, %x1; or.b64 %q0, %q0, 0x0000400800100000;"""
 MMA = "@%lead tcgen05.mma.cta_group::1.kind::f16 [%{d}], [%tm], %q0, {idesc}, 0;"
+SECOND = "@%lead tcgen05.mma.cta_group::1.kind::f16 [%{d}], %q0, %q0, 0x08040490, 0;"
 COMMIT = """@%lead tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [bar];
 W0: mbarrier.try_wait.parity.shared::cta.b64 %p, [bar], 0; @!%p bra W0; tcgen05.fence::after_thread_sync;"""
 BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [tile], [%out], 32, [bar];"
@@ -99,17 +105,18 @@ PAIRS = [
          .replace("fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta")
          + WAIT.format(n=0, parity=0)),
     Pair("missing tcgen05 fence", "strict", hand_over("tcgen05.fence::before_thread_sync;", ""),
-         hand_over("tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"), {"block": 160}),
+         hand_over("tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"),
+         {"block": 160}),
     Pair("missing synchronisation", "error",
          "@%lead mbarrier.init.shared::cta.b64 [bar], 1; setp.eq.u32 %p, %t, 32; "
          "@%p mbarrier.arrive.shared::cta.b64 _, [bar];",
          "@%lead mbarrier.init.shared::cta.b64 [bar], 1; bar.sync 0; setp.eq.u32 %p, %t, 32; "
          "@%p mbarrier.arrive.shared::cta.b64 _, [bar];"),
-    Pair("MMA order", "strict", mma(second=MMA.format(d="tm", idesc="0x08040490").replace("[%tm], %q0", "%q0, %q0")),
-         mma(second="add.u32 %c, %tm, 64; "
-             + MMA.format(d="c", idesc="0x08040490").replace("[%tm], %q0", "%q0, %q0")), {"block": 128}),
+    Pair("MMA order", "strict", mma(second=SECOND.format(d="tm")),
+         mma(second="add.u32 %c, %tm, 64; " + SECOND.format(d="c")), {"block": 128}),
     Pair("missing warp synchronisation", "strict",
-         INIT.format(n=1) + f"@!%w0 bra R; st.shared.b32 [%cell], 1; {ARRIVE} R: " + WAIT.format(n=0, parity=0),
+         INIT.format(n=1) + f"@!%w0 bra R; st.shared.b32 [%cell], 1; {ARRIVE} R: "
+         + WAIT.format(n=0, parity=0),
          INIT.format(n=1) + f"@!%w0 bra R; st.shared.b32 [%cell], 1; bar.warp.sync -1; {ARRIVE} R: "
          + WAIT.format(n=0, parity=0)),
     Pair("use before wait", "strict",
@@ -123,7 +130,8 @@ PAIRS = [
     Pair("barrier misuse", "strict", "@%w0 bar.arrive 1, 96; @%w0 bar.sync 1, 96; @!%w0 bar.arrive 1, 96;",
          "@%w0 bar.sync 1, 64; @!%w0 bar.arrive 1, 64; bar.sync 0; @%w0 bar.arrive 1, 64; "
          "@!%w0 bar.sync 1, 64;"),
-    Pair("wrong byte count", "error", INIT.format(n=1) + f"@%lead {BULK}" + ARRIVE + WAIT.format(n=0, parity=0),
+    Pair("wrong byte count", "error",
+         INIT.format(n=1) + f"@%lead {BULK}" + ARRIVE + WAIT.format(n=0, parity=0),
          INIT.format(n=1) + f"@%lead {BULK} @%lead mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 32;"
          + WAIT.format(n=0, parity=0)),
     Pair("parity two behind", "strict",
@@ -165,8 +173,10 @@ PAIRS = [
          "@!%low bra END; vote.sync.any.pred %p, %low, 0xFFFF;"),
     Pair("shuffle source", "error", "@!%low bra END; shfl.sync.idx.b32 %b, %t, 20, 31, 0xFFFF;",
          "@!%low bra END; shfl.sync.idx.b32 %b, %t, 5, 31, 0xFFFF;"),
-    Pair("non-uniform address", "error", tmem("add.u32 %a, %a, %l;" + TMEM_ST), tmem("add.u32 %a, %a, %w;" + TMEM_ST)),
-    Pair("setmaxnreg", "error", "setmaxnreg.dec.sync.aligned.u32 136;", "setmaxnreg.dec.sync.aligned.u32 128;",
+    Pair("non-uniform address", "error", tmem("add.u32 %a, %a, %l;" + TMEM_ST),
+         tmem("add.u32 %a, %a, %w;" + TMEM_ST)),
+    Pair("setmaxnreg", "error", "setmaxnreg.dec.sync.aligned.u32 136;",
+         "setmaxnreg.dec.sync.aligned.u32 128;",
          {"registers": 128, "block": 128}),
     Pair("exited CTA", "error",
          f"{CLUSTER} mov.u32 %b, %cluster_ctarank; setp.eq.u32 %p, %b, 1; @%p bra END; mov.u32 %a, cells; "

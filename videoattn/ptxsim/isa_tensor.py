@@ -17,26 +17,7 @@ def _cp(g: Emitter, ins: Instr) -> None:
         raise g.bad()
     if len(p) > 2 and p[2] == "bulk":
         return _bulk(g, ins, p[3:], reduce=False)
-    return _cp_async(g, ins)
-
-
-def _cp_async(g: Emitter, ins: Instr) -> None:
-    p = ins.parts
-    if "commit_group" in p:
-        g.effect(f"C.cp_async_commit({g.mask})")
-    elif "wait_group" in p or "wait_all" in p:
-        n = ins.operands[0].value if "wait_group" in p else 0
-        g.effect(f"C.cp_async_wait({g.mask}, {n})")
-    elif "mbarrier" in p:
-        g.effect(f"C.cp_async_mbarrier({g.mask}, {g.address(ins.operands[0])}, {'noinc' in p})")
-    elif "ca" in p or "cg" in p:
-        dst, src, size, *rest = ins.operands
-        if not isinstance(size, Imm) or len(rest) > 1:
-            raise g.bad()
-        fill = g.src(rest[0], "u32") if rest else "None"
-        g.effect(f"C.cp_async({g.mask}, {g.address(dst)}, {g.address(src)}, {size.value}, {fill})")
-    else:
-        raise g.bad()
+    raise g.bad("only .bulk copies")
 
 
 def _bulk(g: Emitter, ins: Instr, mods: tuple[str, ...], reduce: bool) -> None:

@@ -170,7 +170,7 @@ def _mutate_descriptor(operator: str, ops: list, k: int, rng: random.Random) -> 
 
 
 def mutants(kernel: Kernel, operator: str, count: int, seed: int) -> list[Mutant]:
-    """Up to `count` different mutants by one operator, at places drawn from `seed`, none twice before all once.
+    """Up to `count` different mutants by one operator; `seed` draws the places, all once before any twice.
 
     Fewer where the kernel has fewer places for it and a second visit of a place can only repeat the first.
     """

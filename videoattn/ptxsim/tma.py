@@ -1,4 +1,4 @@
-"""cp.async.bulk: TMA tile loads and stores, bulk copies, bulk groups, multicast; cp.async."""
+"""cp.async.bulk: TMA tile loads and stores, bulk copies, bulk groups, multicast."""
 
 from __future__ import annotations
 
