@@ -146,6 +146,8 @@ def _tmem_move(g: Emitter, ins: Instr, action: str) -> None:
         return _tmem_ld_red(g, ins, shape, n)
     if shape is None or not n or extra:
         raise g.bad()
+    if shape == "16x32bx2" and packed:
+        raise g.bad("how the split counts columns of packed halves is not known")
     count = n * _SHAPES[shape]
     ops = list(ins.operands)
     if action == "ld":
@@ -199,6 +201,10 @@ def _tcgen05_mma(g: Emitter, ins: Instr, group: int) -> None:
     d, a, b, idesc, *rest = ins.operands
     lanes = "None"
     if rest and isinstance(rest[0], Vec):
+        if group == 2:
+            raise g.bad("disable-output-lane with cta_group::2")
+        if len(rest[0].items) != 4:
+            raise g.malformed(f"disable-output-lane has {len(rest[0].items)} words, not 4")
         lanes = "(" + ", ".join(g.src(v, "u32") for v in rest.pop(0).items) + ",)"
     if not rest:
         raise g.malformed("needs enable-input-d")
