@@ -84,10 +84,13 @@ class TensorMemoryOps(TmaOps):
     # ---- order
 
     def _tmem_known(self) -> np.ndarray:
-        """Row TCGEN with this warp's own operations taken from ORDER."""
+        """Row TCGEN, with what this warp itself has waited for by tcgen05.wait.
+
+        Its own MMAs are not among them: a commit's arrival needs the fence in the issuing thread too.
+        """
         w = self.W
         known = self.clock[TCGEN].copy()
-        own = [w.ld_column, w.st_column, w.mma_column]
+        own = [w.ld_column, w.st_column]
         known[own] = self.clock[ORDER, own]
         return known
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .hb import CARRY, ORDER, TCGEN05
+from .hb import CARRY, ORDER, TCGEN, TCGEN05
 from .layouts import decode_tcgen05, operand_index
 from .mma_sync import halves_to_f32
 from .ops_tmem import TensorMemoryOps
@@ -196,13 +196,24 @@ class Tcgen05Ops(TensorMemoryOps):
 
     def _mma_order(self, tmem, cells) -> None:
         """D over an A that an earlier MMA of this thread may still read: the ISA orders no such pair."""
-        reads = tmem.shadow.reads.get(self.W.mma_column)
-        if reads is not None and (reads[cells] > self.clock[ORDER, self.W.mma_column]).any():
-            at = tmem.shadow.read_at[self.W.mma_column]
+        column = self.W.mma_column
+        reads = tmem.shadow.reads.get(column)
+        if reads is None:
+            return
+        last = int(reads[cells].max())
+        line = self.machine.program.instrs[tmem.shadow.read_at[column]].line
+        if last > self.clock[ORDER, column]:
             self.strict(
                 "MMA order",
-                "tcgen05.mma D overwrites tensor memory that the tcgen05.mma at PTX line "
-                f"{self.machine.program.instrs[at].line} reads as A, with no commit waited for between",
+                f"tcgen05.mma D overwrites tensor memory that the tcgen05.mma at PTX line {line} reads as A, "
+                "with no commit waited for between",
+            )
+        elif last > self.clock[TCGEN, column]:
+            self.strict(
+                "missing tcgen05 fence",
+                "tcgen05.mma D needs tcgen05.fence::after_thread_sync after the wait for the tcgen05.mma at "
+                f"PTX line {line}, which reads there as A",
+                key="order",
             )
 
     @staticmethod
