@@ -1,8 +1,8 @@
 """The Hopper kernel on the GPU and its PTX in the simulator give the same output, to rounding.
 
-Both execute the same instructions on the same bf16 inputs. What may differ is the order of the tensor cores' f32
-sums and the last bits of ex2.approx: an element of P then rounds to the other side now and then, and an output
-by one unit in its last place.
+Both execute the same instructions on the same inputs. What may differ is the order of the tensor cores' f32
+sums and the last bits of ex2.approx: an element of P then rounds to the other side now and then, and an
+output by one unit in its last place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 UNIT = {
     torch.bfloat16: 2.0**-7,
     torch.float16: 2.0**-10,
-}  # of the last place, relative to the power of two below
+}  # last place, relative to the power of two
 
 
 def inputs(heads: int, q_len: int, kv_len: int, head_dim: int, dtype: torch.dtype):
@@ -58,9 +58,7 @@ def test_gpu_and_simulator_agree(heads, q_len, kv_len, head_dim, dtype):
     out, lse = videoattn.attention(*(x.cuda() for x in (q, k, v)), kernel="hopper", return_lse=True)
     want, want_lse = in_simulator(q, k, v)
     worst, share = disagreement(out.cpu(), want, v)
-    print(
-        f"{q_len} x {kv_len}, {head_dim}, {dtype}: {worst:.2f} roundings at most, {share:.2%} of elements differ"
-    )
+    print(f"{q_len} x {kv_len}, {head_dim}, {dtype}: {worst:.2f} roundings at most, {share:.2%} differ")
     assert worst <= 1
     assert share < 0.2
     assert (lse.cpu() - want_lse).abs().max() < 1e-4
