@@ -37,6 +37,7 @@ def in_simulator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
     out, lse, reports = simulated.run(q, k, v, scale=q.shape[-1] ** -0.5, arch=90, schedule=Schedule.late())
     for report in reports:
         assert not report.findings, str(report)
+    assert lse is not None
     return out, lse
 
 

@@ -60,6 +60,14 @@ def hand_over(between: str, after: str) -> str:
                 f"{TMEM_LD} st.global.b32 [%o], %b; R:")  # fmt: skip
 
 
+def multicast(ranks: int) -> str:
+    """The first CTA of a pair copies 32 bytes to the CTAs of a mask."""
+    copy = BULK.replace("::bytes", "::bytes.multicast::cluster").replace("[bar]", f"[bar], {ranks}")
+    return f"""{INIT.format(n=1)} {CLUSTER} @%lead mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 32;
+mov.u32 %b, %cluster_ctarank; setp.ne.u32 %p, %b, 0; @%p bra S; @%lead {copy}
+S: {WAIT.format(n=0, parity=0)} {CLUSTER}"""
+
+
 PAIRS = [
     Pair("deadlock", "error", INIT.format(n=2) + ARRIVE + WAIT.format(n=0, parity=0),
          INIT.format(n=1) + ARRIVE + WAIT.format(n=0, parity=0)),
@@ -158,11 +166,7 @@ PAIRS = [
          f"{CLUSTER} mov.u32 %b, %cluster_ctarank; setp.eq.u32 %p, %b, 1; @%p bra LEAVE; mov.u32 %a, cells; "
          f"mapa.shared::cluster.u32 %a, %a, 1; st.shared::cluster.b32 [%a], %w; LEAVE: {CLUSTER}",
          {"block": 32, "cluster": 2}),
-    Pair("multicast", "error", *(
-        INIT.format(n=1) + f"{CLUSTER} @%lead mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 32; "
-        "mov.u32 %b, %cluster_ctarank; setp.ne.u32 %p, %b, 0; @%p bra S; @%lead "
-        + BULK.replace("::bytes", "::bytes.multicast::cluster").replace("[bar]", f"[bar], {ranks}")
-        + "S: " + WAIT.format(n=0, parity=0) + CLUSTER for ranks in (7, 3)), {"block": 32, "cluster": 2}),
+    Pair("multicast", "error", multicast(7), multicast(3), {"block": 32, "cluster": 2}),
     Pair("trap", "error", "setp.ge.u32 %p, %t, 63; @%p trap;", "setp.ge.u32 %p, %t, 64; @%p trap;"),
     Pair("stopped", "error", "mov.u32 %b, 0; L: add.u32 %b, %b, 0; setp.lt.u32 %p, %b, 9; @%p bra L;",
          "mov.u32 %b, 0; L: add.u32 %b, %b, 1; setp.lt.u32 %p, %b, 9; @%p bra L;"),
