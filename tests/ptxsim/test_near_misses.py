@@ -33,9 +33,13 @@ COMMIT = """@%lead tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::clu
 W0: mbarrier.try_wait.parity.shared::cta.b64 %p, [bar], 0; @!%p bra W0; tcgen05.fence::after_thread_sync;"""
 
 
-def mma(columns: int = 128, idesc: str = "0x08040490", second: str = "") -> str:
+AFTER = "tcgen05.fence::after_thread_sync;"
+
+
+def mma(columns: int = 128, idesc: str = "0x08040490", second: str = "", phase: int = 0) -> str:
+    last = COMMIT.replace("[bar], 0", f"[bar], {phase}").replace("W0", f"W{phase}")
     first = "add.u32 %d, %tm, 32; " + MMA.format(d="d", idesc=idesc)
-    return INIT.format(n=1) + TMEM.format(columns=columns, group=1, body=OPERANDS + first + second + COMMIT)
+    return INIT.format(n=1) + TMEM.format(columns=columns, group=1, body=OPERANDS + first + second + last)
 
 
 @dataclass
@@ -89,6 +93,9 @@ PAIRS = [
     Pair("missing tcgen05 fence", "strict", hand_over("tcgen05.fence::before_thread_sync;", ""),
          hand_over("tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"),
          {"block": 160}),
+    Pair("missing tcgen05 fence", "strict",  # the thread's own MMA, after its own commit
+         mma(second=COMMIT.replace(AFTER, "bar.sync 0;") + SECOND.format(d="tm"), phase=1),
+         mma(second=COMMIT + "bar.sync 0;" + SECOND.format(d="tm"), phase=1), {"block": 128}),
     Pair("missing synchronisation", "error",
          "@%lead mbarrier.init.shared::cta.b64 [bar], 1; setp.eq.u32 %p, %t, 32; "
          "@%p mbarrier.arrive.shared::cta.b64 _, [bar];",

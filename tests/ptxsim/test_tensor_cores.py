@@ -130,6 +130,13 @@ def test_loads_with_a_reduction(kind, typ, expected):
         move(code, 8, 9)
 
 
+def test_a_false_guard_leaves_a_whole_warp_out_of_a_load():
+    code = """setp.lt.u32 %w0, %t, 32; mov.u32 %r0, 5;
+@%w0 tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r0}, [%win+3]; @%w0 tcgen05.wait::ld.sync.aligned;"""
+    got, _ = move(code, 4, 1)
+    assert got[0].tolist() == [lane << 16 | 3 for lane in range(32)] + [5] * 96
+
+
 # ---------------------------------------------------------------- MMA
 
 
