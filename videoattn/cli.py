@@ -191,7 +191,6 @@ app.command(sim)
 @sim.command(name="ladder")
 def sim_ladder(
     step: str | None = None,
-    /,
     *,
     schedule: str = "early",
     shape: str = "1x256x256",

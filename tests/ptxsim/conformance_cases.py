@@ -340,29 +340,30 @@ _SPAN = {"none": 32, "32B": 32, "64B": 64, "128B": 128}
 _NUMPY = {"bf16": np.uint16, "f16": np.uint16, "f32": np.uint32, "u8": np.uint8, "u32": np.uint32}
 
 
+def _tma_case(name, dtype, dims, box, swizzle, at, oob="zero", element_strides=None, store=False) -> Case:
+    size = np.dtype(_NUMPY[dtype]).itemsize
+    rng = _rng(name)
+    strides, pitch = [], dims[0] * size
+    for d in dims[1:]:
+        pitch = -(-pitch // 16) * 16
+        strides.append(pitch)
+        pitch *= d
+    data = rng.integers(0, 256, -(-pitch // 16) * 16, dtype=np.uint8)
+    counts = [-(-b // s) for b, s in zip(box, element_strides or (1,) * len(box), strict=True)]
+    tx = int(np.prod(counts)) * size
+    nbytes = -(-tx // 1024) * 1024
+    other = rng.integers(0, 256, nbytes, dtype=np.uint8) if store else np.zeros(nbytes, np.uint8)
+    m = Map(0, dtype, dims, tuple(strides), box, swizzle, oob, element_strides)
+    ptx = _tma_kernel(len(dims), nbytes, tx, store)
+    args = [m, 1, *[("s32", c) for c in at]]
+    return Case(name, ptx, [data, other], [0] if store else [1], args, block=128)
+
+
 def tma_cases() -> list[Case]:
     cases = []
 
-    def add(name, dtype, dims, box, swizzle, at, oob="zero", element_strides=None, store=False):
-        size = np.dtype(_NUMPY[dtype]).itemsize
-        rng = _rng(name)
-        strides, pitch = [], dims[0] * size
-        for d in dims[1:]:
-            pitch = -(-pitch // 16) * 16
-            strides.append(pitch)
-            pitch *= d
-        data = rng.integers(0, 256, -(-pitch // 16) * 16, dtype=np.uint8)
-        counts = [-(-b // s) for b, s in zip(box, element_strides or (1,) * len(box), strict=True)]
-        tx = int(np.prod(counts)) * size
-        nbytes = -(-tx // 1024) * 1024
-        other = rng.integers(0, 256, nbytes, dtype=np.uint8) if store else np.zeros(nbytes, np.uint8)
-        m = Map(0, dtype, dims, tuple(strides), box, swizzle, oob, element_strides)
-        ptx = _tma_kernel(len(dims), nbytes, tx, store)
-        cases.append(
-            Case(
-                name, ptx, [data, other], [0] if store else [1], [m, 1, *[("s32", c) for c in at]], block=128
-            )
-        )
+    def add(*args, **options):
+        cases.append(_tma_case(*args, **options))
 
     for swizzle, span in _SPAN.items():
         for dtype in ("bf16", "f32", "u8"):
@@ -385,6 +386,25 @@ def tma_cases() -> list[Case]:
     add("tma_5d", "bf16", (16, 4, 3, 3, 2), (16, 3, 2, 2, 2), "32B", (8, -1, 1, 2, 0))
     add("tma_strided", "bf16", (64, 40), (64, 16), "128B", (0, 3), element_strides=(1, 2))
     add("tma_odd_rows", "bf16", (64, 40), (64, 7), "128B", (0, 3))
+    return cases
+
+
+def open_cases() -> list[Case]:
+    """What no GPU has been asked yet: inner coordinates that are no multiple of 16 bytes, and rank 1.
+
+    `tma_1d` has both and an H200 refused it; these take them apart. The simulator refuses them until their
+    outcome is recorded.
+    """
+    cases = [_tma_case("tma_1d_aligned", "f32", (100,), (64,), "none", (48,))]
+    cases += [_tma_case(f"tma_1d_at_{n}", "bf16", (200,), (64,), "none", (n,)) for n in (1, 4, -3)]
+    cases.append(_tma_case("tma_inner_f32", "f32", (100, 8), (64, 4), "none", (50, 2)))
+    for swizzle, span in _SPAN.items():
+        e = span // 2
+        for n in (1, 4, -3):
+            cases.append(_tma_case(f"tma_inner_{swizzle}_{n}", "bf16", (2 * e, 20), (e, 16), swizzle, (n, 3)))
+        cases.append(
+            _tma_case(f"tma_inner_store_{swizzle}", "bf16", (2 * e, 20), (e, 16), swizzle, (4, 3), store=True)
+        )
     return cases
 
 

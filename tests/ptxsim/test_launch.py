@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from videoattn.ptxsim import Device, LaunchError, Module, PtxSyntaxError, TensorMap, UnsupportedInstruction
+from videoattn import ptxsim
+from videoattn.ptxsim import (
+    Device,
+    LaunchError,
+    Module,
+    PtxSyntaxError,
+    TensorMap,
+    UnsupportedInstruction,
+    scalar,
+)
+from videoattn.ptxsim.context import Context
 
 HEAD = ".version 8.3\n.target sm_90a\n.address_size 64\n"
 PARAMS = (
@@ -66,6 +79,8 @@ def test_a_wrong_argument_gives_one_line(index, value, message):
     [
         ({"block": 1025}, "must be 1..1024"),
         ({"grid": 3, "cluster": 2}, "not a multiple of the cluster"),
+        ({"block": 512, "registers": 168}, "512 threads of 168 registers; an SM has 65536 registers"),
+        ({"registers": 256}, r"256 registers a thread; must be 1\.\.255"),
         ({"grid": 0}, "up to three positive sizes"),
         ({"dynamic_smem": 300_000}, "at most 232448"),
         ({"args": []}, "takes 5 arguments, 0 were given"),
@@ -107,6 +122,24 @@ def test_an_unsupported_instruction_names_opcode_and_line_when_reached():
     assert [u.line for u in module.entry("k").unsupported()] == [8]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cp.async.ca.shared.global [%a], [%a], 16;",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%a], %b, [%a];",
+        "add.sat.s32 %a, %a, %b;",
+        "tcgen05.cp.cta_group::1.128x256b [%a], %a;",
+        "tcgen05.mma.cta_group::1.kind::tf32 [%a], [%a], %a, %b, %p;",
+        "cp.async.bulk.tensor.1d.shared::cta.global.im2col.mbarrier::complete_tx::bytes [1], [2, {0}], [1];",
+        "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%a, %a, %a, %a}, %a, %a, %p;",
+        "tex.2d.v4.f32.f32 {%a, %a, %a, %a}, [%a, {%a, %b}];",
+    ],
+)
+def test_what_is_outside_the_model_is_refused_by_name(text):
+    (error,) = body(f"mov.u32 %a, 1;\n{text}").entry("k").unsupported()
+    assert (error.opcode, error.line) == (text.split()[0], 8)
+
+
 def test_one_that_is_not_reached_does_not_matter():
     module = body(
         "setp.eq.u32 %p, 1, 1; @%p bra END;\nvadd4.u32.u32.u32 %a, %a, %a, %a;\nEND: nanosleep.u32 1;"
@@ -140,3 +173,14 @@ def test_an_endless_loop_stops():
     report = Device("sm_90a").launch(body("L: bra L;").entry("k"), block=32, limit=10_000)
     assert report.errors[0].kind == "stopped"
     assert "no end after 10000 blocks" in report.errors[0].message
+
+
+def test_every_machine_operation_that_is_emitted_exists():
+    """Emitters write calls as text, so nothing but this (or a kernel that runs them) sees a wrong name."""
+    called = {
+        (owner, name)
+        for file in Path(ptxsim.__file__).parent.glob("*.py")
+        for owner, name in re.findall(r"(?<![\w.])(C|sc)\.([a-z]\w*)\(", file.read_text())
+    }
+    assert len(called) > 60
+    assert [c for c in called if not hasattr({"C": Context, "sc": scalar}[c[0]], c[1])] == []

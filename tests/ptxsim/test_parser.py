@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+import re
 
-from videoattn.ptxsim import Module, PtxSyntaxError
+import pytest
+import small_gemm
+
+from videoattn.ptxsim import Module, PtxSimError, PtxSyntaxError
 from videoattn.ptxsim.parser import parse_ptx
 from videoattn.ptxsim.ptx import Imm, Mem, Pair, Vec
 
@@ -85,3 +89,38 @@ def test_malformed_text_gives_one_line(text, message):
         Module.from_ptx(text)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_no_damage_to_a_file_gives_anything_but_one_line():
+    """Tokens dropped, doubled and exchanged at random: a parse, or an error of the simulator's own."""
+    rng = random.Random(11)
+    tokens = re.findall(r"\w+|\s+|[^\w\s]", small_gemm.PTX)
+    errors = 0
+    for _ in range(120):
+        damaged = list(tokens)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            at = rng.randrange(len(damaged))
+            damaged[at : at + rng.choice((0, 1))] = rng.choice(([], [rng.choice(tokens)]))
+        messages = []
+        try:
+            for kernel in Module.from_ptx("".join(damaged)).entries.values():
+                kernel.unsupported()
+        except PtxSimError as error:
+            messages.append(str(error))
+        assert not any("\n" in m for m in messages)
+        errors += len(messages)
+    assert errors > 30
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cvt;", "PTX line 7: cvt: its operands or modifiers do not fit it"),
+        ("mbarrier;", "PTX line 7: mbarrier: its operands"),
+        ("ld.param.u32 %a, [nowhere];", "nowhere is no parameter"),
+        ("mov.u32 %a, -%b;", "expected a number, found '%b'"),
+    ],
+)
+def test_instructions_that_do_not_hold_together(text, message):
+    with pytest.raises(PtxSyntaxError, match=re.escape(message)):
+        Module.from_ptx(kernel(f".reg .b32 %a, %b;\n{text}")).entry("k").unsupported()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import small_gemm
 
+from videoattn import cli
 from videoattn.ptxsim import LaunchError, command
 from videoattn.ptxsim.ladder import encode
 
@@ -90,3 +92,42 @@ def test_files_that_are_missing_or_not_json(tmp_path):
         command.ladder("1", schedule="sometimes")
     with pytest.raises(LaunchError, match="is not HEADSxQ_LENxKV_LEN"):
         command.ladder("1", shape="12")
+
+
+def test_the_documented_launch_file_runs(tmp_path, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    documented = json.loads(page.split("```json\n")[1].split("```")[0])
+    ptx, launch = files(tmp_path)
+    needed = json.loads(launch.read_text())
+    assert documented["buffers"].items() <= needed["buffers"].items()
+    assert documented["args"][0] == needed["args"][0]
+    launch.write_text(json.dumps(documented | {"args": needed["args"], "buffers": needed["buffers"]}))
+    assert cli.main(["sim", "run", str(ptx), "--launch", str(launch)]) == 0
+    assert "clean" in capsys.readouterr().out
+
+
+def test_the_ladder_from_the_shell(capsys):
+    assert cli.main(["sim", "ladder", "--step", "1", "--schedule", "late", "--shape", "1x128x128"]) == 0
+    assert "01_baseline" in capsys.readouterr().out
+    assert cli.main(["sim", "ladder", "2", "--shape", "1x100x128"]) == 2
+    assert "needs q_len % 128 == 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "message"), [("hello", "unexpected 'hello'"), (None, "does not exist")])
+def test_the_shell_prints_one_line_for_a_bad_file(tmp_path, capsys, text, message):
+    ptx, launch = files(tmp_path)
+    ptx.write_text(text) if text else ptx.unlink()
+    assert cli.main(["sim", "run", str(ptx), "--launch", str(launch)]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_findings_name_the_source_line_where_the_ptx_has_it(tmp_path, capsys):
+    located = small_gemm.PTX.replace("[loaded], 24576;", "[loaded], 24592;")
+    located = located.replace("mbarrier.arrive", ".loc 1 42 3\nmbarrier.arrive", 1)
+    located = located.replace(".visible", '.file 1 "/somewhere/gemm.cu"\n.visible', 1)
+    ptx, launch = files(tmp_path)
+    ptx.write_text(located)
+    assert command.run(ptx, launch) == 1
+    assert "gemm.cu:42" in capsys.readouterr().out

@@ -80,6 +80,20 @@ def test_a_barrier_for_part_of_the_block():
     assert out.tolist() == [w for w in range(4) for _ in range(32)]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_lanes_may_reach_an_unaligned_barrier_on_both_sides_of_a_branch(schedule):
+    body = """setp.lt.u32 %p, %l, 5; mov.u32 %a, cell; shl.b32 %b, %t, 2; add.u32 %b, %b, %a; mov.u32 %d, 127;
+sub.u32 %d, %d, %t; shl.b32 %d, %d, 2; add.u32 %a, %a, %d; st.shared.u32 [%b], %t; @%p bra FEW;
+barrier.sync 2; ld.shared.u32 %x0, [%a]; bra DONE; FEW: barrier.sync 2; ld.shared.u32 %x0, [%a];
+DONE: st.global.u32 [%o], %x0;"""
+    shared = ".shared .align 16 .b8 cell[512];"
+    report, out = run(body, block=128, n=128, shared=shared, schedule=schedule)
+    assert not report.findings, str(report)
+    assert out.tolist() == list(range(127, -1, -1))
+    report, _ = run(body.replace("FEW: barrier.sync 2;", "FEW:"), block=128, n=128, shared=shared)
+    assert any("108 of 128 threads are there" in f.message for f in report.errors)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import scalar
-from .errors import PtxSyntaxError, UnsupportedInstruction
+from .errors import PtxSimError, PtxSyntaxError, UnsupportedInstruction
 from .ptx import TYPE_BYTES, Imm, Instr, Mem, Neg, Pair, Reg, Special, Sym, Vec
 
 DTYPES = {
@@ -253,20 +253,29 @@ class Emitter:
         emitter = EMITTERS.get(ins.parts[0])
         if emitter is None:
             raise self.bad()
-        if ins.pred is not None and ins.parts[0] not in ("bra", "ret", "exit"):
-            p = self.src(Neg(ins.pred) if ins.pred_neg else ins.pred, "pred")
-            self.flush()
-            saved = self.mask, self.guarded
-            self.mask = self.let(f"{p} & C.mask" if self.masked else p)
-            self.guarded = True
-            self.raw.clear()
-            self.views.clear()
-            emitter(self, ins)
-            self.raw.clear()
-            self.views.clear()
-            self.mask, self.guarded = saved
-        else:
-            emitter(self, ins)
+        try:
+            if ins.pred is not None and ins.parts[0] not in ("bra", "ret", "exit"):
+                self._guarded(emitter, ins)
+            else:
+                emitter(self, ins)
+        except PtxSimError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, StopIteration) as error:
+            raise self.malformed("its operands or modifiers do not fit it") from error
+
+    def _guarded(self, emitter, ins: Instr) -> None:
+        assert ins.pred is not None
+        p = self.src(Neg(ins.pred) if ins.pred_neg else ins.pred, "pred")
+        self.flush()
+        saved = self.mask, self.guarded
+        self.mask = self.let(f"{p} & C.mask" if self.masked else p)
+        self.guarded = True
+        self.raw.clear()
+        self.views.clear()
+        emitter(self, ins)
+        self.raw.clear()
+        self.views.clear()
+        self.mask, self.guarded = saved
 
     def build(self, name: str):
         """Compile the collected lines."""

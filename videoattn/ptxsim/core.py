@@ -12,7 +12,8 @@ from .findings import ERROR, STRICT, Where
 from .hb import ORDER, Conflict
 
 if TYPE_CHECKING:
-    from .machine import Cta, Machine, Warp
+    from .cta import Cta, Warp
+    from .machine import Machine
 
 
 class Wait:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .codegen import DTYPES, Emitter
-from .isa import op
+from .isa_common import op
 from .ptx import TYPE_BYTES, Instr
 
 _INT_ROUND = {"rni": "ni", "rzi": "zi", "rmi": "mi", "rpi": "pi"}

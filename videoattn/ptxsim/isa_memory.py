@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .codegen import DTYPES, Emitter, vector_items
-from .isa import op
+from .isa_common import op
 from .ptx import TYPE_BYTES, Imm, Instr, Mem, Reg, Sym
 
 _IGNORED = {
@@ -78,6 +78,8 @@ def _ld(g: Emitter, ins: Instr) -> None:
         raise g.malformed("expected an address in brackets")
     if space == "param":
         if isinstance(m.base, Sym):
+            if m.base.name not in {p.name for p in g.program.entry.params}:
+                raise g.malformed(f"{m.base.name} is no parameter")
             out = g.effect(f"C.ld_param({m.base.name!r}, {m.base.offset + m.offset}, {size}, {count})")
         else:
             out = g.effect(f"C.ld_param_at({g.mask}, {g.address(m)}, {size}, {count})")

@@ -6,7 +6,7 @@ Instructions that may block stand alone in their block; they return -1 to be run
 from __future__ import annotations
 
 from .codegen import Emitter, pair
-from .isa import op
+from .isa_common import op
 from .ptx import Imm, Instr, Mem, Sym
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .codegen import Emitter, vector_items
-from .isa import op
+from .isa_common import op
 from .isa_sync import _blocking
 from .ptx import Imm, Instr, Mem, Reg, Vec
 
@@ -17,26 +17,7 @@ def _cp(g: Emitter, ins: Instr) -> None:
         raise g.bad()
     if len(p) > 2 and p[2] == "bulk":
         return _bulk(g, ins, p[3:], reduce=False)
-    return _cp_async(g, ins)
-
-
-def _cp_async(g: Emitter, ins: Instr) -> None:
-    p = ins.parts
-    if "commit_group" in p:
-        g.effect(f"C.cp_async_commit({g.mask})")
-    elif "wait_group" in p or "wait_all" in p:
-        n = ins.operands[0].value if "wait_group" in p else 0
-        g.effect(f"C.cp_async_wait({g.mask}, {n})")
-    elif "mbarrier" in p:
-        g.effect(f"C.cp_async_mbarrier({g.mask}, {g.address(ins.operands[0])}, {'noinc' in p})")
-    elif "ca" in p or "cg" in p:
-        dst, src, size, *rest = ins.operands
-        if not isinstance(size, Imm) or len(rest) > 1:
-            raise g.bad()
-        fill = g.src(rest[0], "u32") if rest else "None"
-        g.effect(f"C.cp_async({g.mask}, {g.address(dst)}, {g.address(src)}, {size.value}, {fill})")
-    else:
-        raise g.bad()
+    raise g.bad("only .bulk copies")
 
 
 def _bulk(g: Emitter, ins: Instr, mods: tuple[str, ...], reduce: bool) -> None:
@@ -165,6 +146,8 @@ def _tmem_move(g: Emitter, ins: Instr, action: str) -> None:
         return _tmem_ld_red(g, ins, shape, n)
     if shape is None or not n or extra:
         raise g.bad()
+    if shape == "16x32bx2" and packed:
+        raise g.bad("how the split counts columns of packed halves is not known")
     count = n * _SHAPES[shape]
     ops = list(ins.operands)
     if action == "ld":
@@ -218,6 +201,10 @@ def _tcgen05_mma(g: Emitter, ins: Instr, group: int) -> None:
     d, a, b, idesc, *rest = ins.operands
     lanes = "None"
     if rest and isinstance(rest[0], Vec):
+        if group == 2:
+            raise g.bad("disable-output-lane with cta_group::2")
+        if len(rest[0].items) != 4:
+            raise g.malformed(f"disable-output-lane has {len(rest[0].items)} words, not 4")
         lanes = "(" + ", ".join(g.src(v, "u32") for v in rest.pop(0).items) + ",)"
     if not rest:
         raise g.malformed("needs enable-input-d")

@@ -24,6 +24,7 @@ from .schedule import Schedule
 from .tensormap import TensorMap
 from .trace import Trace
 
+REGISTER_FILE = 65536
 ARCHITECTURES = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 
 
@@ -163,7 +164,7 @@ class Device:
         grid, block, cluster = (
             _triple(x, n) for x, n in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
         )
-        self._check(kernel, grid, block, cluster)
+        self._check(kernel, grid, block, cluster, registers)
         params, keep = _pack(kernel.entry, args)
         schedule = schedule or Schedule.early()
         machine = Machine(program, grid, block, cluster, dynamic_smem, params, schedule, self, registers)
@@ -184,10 +185,16 @@ class Device:
         counts, total = _counts(program, machine, roles)
         return Report(machine.log.list(), counts, total, time.perf_counter() - start, schedule, machine.trace)
 
-    def _check(self, kernel: Kernel, grid, block, cluster) -> None:
+    def _check(self, kernel: Kernel, grid, block, cluster, registers: int | None) -> None:
         threads = block[0] * block[1] * block[2]
         if not 1 <= threads <= 1024:
             raise LaunchError(f"block {block} has {threads} threads; must be 1..1024")
+        if registers is not None and not 1 <= registers <= 255:
+            raise LaunchError(f"{registers} registers a thread; must be 1..255")
+        if registers is not None and -(-registers // 8) * 8 * -(-threads // 32) * 32 > REGISTER_FILE:
+            raise LaunchError(
+                f"{threads} threads of {registers} registers; an SM has {REGISTER_FILE} registers"
+            )
         if any(g % c for g, c in zip(grid, cluster, strict=True)):
             raise LaunchError(f"grid {grid} is not a multiple of the cluster {cluster}")
         if cluster[0] * cluster[1] * cluster[2] > 16:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
 SWIZZLES = ("none", "32B", "64B", "128B", "128B_ATOM_32B", "128B_ATOM_64B")
+Address = TypeVar("Address", int, np.ndarray)
 _SPAN = {"none": 16, "32B": 32, "64B": 64, "128B": 128}
 ATOM_BYTES = {"none": 16, "32B": 256, "64B": 512, "128B": 1024}  # where a pattern repeats
 
 
-def swizzle(address: np.ndarray, mode: str) -> np.ndarray:
+def swizzle(address: Address, mode: str) -> Address:
     """Physical shared address of a logical one: XOR of 16-byte chunk bits with row bits."""
     if mode == "none":
         return address

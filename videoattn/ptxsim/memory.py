@@ -12,6 +12,8 @@ from .errors import ExecutionError, LaunchError
 from .hb import Shadow
 from .mbarrier import Mbarrier
 
+SHARED_WINDOW = 0x7A00_0000_0000  # where generic addresses of shared and local memory start
+LOCAL_WINDOW = 0x7C00_0000_0000
 SHARED_BASE = 1024  # the driver keeps the first KiB of each CTA's window
 _GUARD = 1 << 16
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -125,6 +127,13 @@ class SharedMemory:
         self.names = sorted(names)
         self.shadow = Shadow(padded // 4)
         self.barriers: dict[int, Mbarrier] = {}
+
+    def overrun(self, offset: int, nbytes: int) -> tuple[str, int] | None:
+        """(variable, its size) when a range that starts in a variable of known size leaves it."""
+        for start, size, symbol in self.names:
+            if size and start <= offset < start + size < offset + nbytes:
+                return readable(symbol), size
+        return None
 
     def name(self, offset: int) -> str:
         """`symbol+offset` of an address within the CTA."""

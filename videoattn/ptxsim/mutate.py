@@ -170,15 +170,17 @@ def _mutate_descriptor(operator: str, ops: list, k: int, rng: random.Random) -> 
 
 
 def mutants(kernel: Kernel, operator: str, count: int, seed: int) -> list[Mutant]:
-    """Up to `count` mutants by one operator, places drawn from `seed` without repetition where possible."""
+    """Up to `count` different mutants by one operator; `seed` draws the places, all once before any twice.
+
+    Fewer where the kernel has fewer places for it and a second visit of a place can only repeat the first.
+    """
     rng = random.Random(f"{seed}/{operator}/{kernel.name}")
     sites = _sites(kernel.entry, operator)
     rng.shuffle(sites)
-    out = []
-    for n in range(count if sites else 0):
-        if n >= len(sites) and operator.startswith(("drop", "parity")):
-            break  # a second visit would repeat the mutant
-        if n >= 3 * len(sites):
+    once = operator.startswith(("drop", "parity"))
+    out: dict[tuple[int, str], Mutant] = {}
+    for n in range(len(sites) if once else 8 * count if sites else 0):
+        if len(out) == count:
             break
         i = sites[n % len(sites)]
         ed = _Editor(kernel.entry)
@@ -186,6 +188,5 @@ def mutants(kernel: Kernel, operator: str, count: int, seed: int) -> list[Mutant
         text = _apply(operator, ed, i, rng)
         for k, ins in enumerate(ed.entry.instrs):
             ins.index = k
-        out.append(Mutant(operator, line, text, Kernel(kernel.module, ed.entry)))
-    unique: dict[tuple, Mutant] = {(m.line, m.text): m for m in out}
-    return list(unique.values())
+        out.setdefault((line, text), Mutant(operator, line, text, Kernel(kernel.module, ed.entry)))
+    return list(out.values())

@@ -11,7 +11,7 @@ from .ops_memory import MemoryOps
 
 
 class NamedBarrier:
-    """bar.sync/bar.arrive id: counts threads by whole warps."""
+    """The threads that have arrived at one of a CTA's 16 barriers (bar, barrier)."""
 
     def __init__(self, ident: int, columns):
         self.ident, self.columns = ident, columns
@@ -22,8 +22,16 @@ class NamedBarrier:
         self.needed: int | None = None
         self.payload = self.columns.payload()
         self.waiting: list = []
-        self.warps: dict = {}
+        self.warps: dict[int, np.ndarray] = {}  # lanes that have arrived
         self.votes: list = []
+
+    def count(self, warp, mask: np.ndarray, aligned: bool) -> None:
+        """Lanes arrive: a whole warp counts 32 threads, part of one (unaligned forms only) its lanes."""
+        before = self.warps.get(warp.index, np.zeros(32, np.bool_))
+        both = before | mask
+        whole = aligned or not (warp.live & ~both).any()
+        self.threads += (32 if whole else int(both.sum())) - int(before.sum())
+        self.warps[warp.index] = both
 
     def lanes_left(self, cta) -> None:
         """Exited threads no longer count for barriers of the whole CTA."""
@@ -56,8 +64,6 @@ class BarrierOps(MemoryOps):
             return True
         if aligned:
             self._converged_live(mask, "bar." + action)
-        elif (self.W.live & ~mask).any():
-            return self._late_lanes(mask)
         number = int(ident[lanes[0]])
         if number > 15:
             self.report("barrier misuse", f"barrier id {number}; there are 16")
@@ -79,13 +85,14 @@ class BarrierOps(MemoryOps):
                 f"barrier {number} is used with {needed or 'all'} threads "
                 f"while others use {b.needed or 'all'}",
             )
-        if self.W.index in b.warps:
+        if self.W.index in b.warps and (b.warps[self.W.index] & mask).any():
             self.strict("barrier misuse", f"the warp arrives twice at barrier {number} before it completes")
+            b.threads += 32
+        else:
+            b.count(self.W, mask, aligned)
         b.needed = needed
         self.W.unsynced = self.W.unsynced & ~mask
         np.maximum(b.payload, self.release(), out=b.payload)
-        b.threads += 32
-        b.warps[self.W.index] = True
         if vote is not None:
             b.votes.append((vote & mask, mask.copy()))
         total = needed if needed is not None else sum(32 for w in cta.warps if w.live.any())
@@ -110,10 +117,6 @@ class BarrierOps(MemoryOps):
         self.block(Wait(text))
         return None
 
-    def _late_lanes(self, mask):
-        self.block(Wait("at an unaligned barrier for the other lanes of its warp"))
-        return None
-
     def _converged_live(self, mask, what: str) -> None:
         missing = self.W.live & ~mask
         if missing.any():
@@ -135,6 +138,8 @@ class BarrierOps(MemoryOps):
 
     def cluster_arrive(self, mask, release: bool) -> None:
         cluster = self.cta.cluster
+        if not mask.any():
+            return
         if self.cluster_token is not None:
             self.report("barrier misuse", "barrier.cluster.arrive twice without a wait between")
         self.cluster_token = cluster.phase
@@ -151,6 +156,8 @@ class BarrierOps(MemoryOps):
 
     def cluster_wait(self, mask):
         cluster = self.cta.cluster
+        if not mask.any():
+            return True
         if self.cluster_token is None:
             self.report("barrier misuse", "barrier.cluster.wait without an arrive")
             return True
@@ -199,6 +206,8 @@ class BarrierOps(MemoryOps):
 
     def setmaxnreg(self, action: str, mask, value: int):
         cta, w = self.cta, self.W
+        if not mask.any():
+            return True
         if not 24 <= value <= 256 or value % 8:
             self.report("setmaxnreg", f"{value} registers; must be a multiple of 8 in 24..256")
             return True

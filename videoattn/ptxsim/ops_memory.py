@@ -6,7 +6,7 @@ import numpy as np
 
 from .errors import ExecutionError
 from .hb import GENERIC
-from .isa import LOCAL_WINDOW, SHARED_WINDOW
+from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .mma_sync import ldmatrix_lanes, mma_m16n8
 from .ops_global import GlobalOps
 
@@ -237,6 +237,8 @@ class MemoryOps(GlobalOps):
     # ---- matrix fragments
 
     def ldmatrix(self, mask, addr, count: int, trans: bool) -> list[np.ndarray]:
+        if not mask.any():
+            return [np.zeros(32, np.uint32) for _ in range(count)]
         self._converged(mask, "ldmatrix")
         rows = addr[: 8 * count].astype(np.int64)
         if (rows & 15).any():
@@ -251,6 +253,8 @@ class MemoryOps(GlobalOps):
         return [ldmatrix_lanes(m.T if trans else m) for m in matrices]
 
     def stmatrix(self, mask, addr, values: tuple, trans: bool) -> None:
+        if not mask.any():
+            return
         self._converged(mask, "stmatrix")
         count = len(values)
         lanes = np.arange(8 * count)

@@ -24,9 +24,14 @@ class WarpOps(Core):
     """Mixed into Context."""
 
     def _converged(self, mask: np.ndarray, what: str) -> bool:
-        """Report an .aligned instruction that not all lanes of the warp execute together."""
+        """Whether a whole warp executes an .aligned instruction; reports when only some of its lanes do.
+
+        A guard that is false in every lane leaves an empty mask: nothing executes, nothing is wrong.
+        """
         if self.full and mask.all():
             return True
+        if not mask.any():
+            return False
         missing = self.W.live & ~mask
         if missing.any() or not self.W.live.all():
             who = lane_list(missing if missing.any() else ~self.W.live)

@@ -99,12 +99,20 @@ class _Parser:
             return True
         return False
 
+    def literal(self) -> Imm:
+        line, kind = self.line, self.toks[self.i][0]
+        text = self.next()
+        if kind != "num":
+            raise PtxSyntaxError(f"expected a number, found {text!r}", line)
+        return number(text)
+
     def integer(self) -> int:
         sign = -1 if self.accept("-") else 1
-        line, tok = self.line, self.next()
-        if not tok[0].isdigit():
-            raise PtxSyntaxError(f"expected an integer, found {tok!r}", line)
-        return sign * number(tok).value
+        line, text = self.line, self.peek()
+        value = self.literal()
+        if value.kind != "i":
+            raise PtxSyntaxError(f"expected an integer, found {text!r}", line)
+        return sign * value.value
 
     def skip_to(self, *stops: str) -> None:
         while self.next() not in stops:
@@ -418,7 +426,7 @@ class _Body:
     def atom(self, scope: _Scope) -> Any:
         p = self.p
         if p.accept("-"):
-            imm = number(p.next())
+            imm = p.literal()
             if imm.kind == "f64":
                 return Imm(imm.value ^ (1 << 63), "f64")
             if imm.kind == "f32":

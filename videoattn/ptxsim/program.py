@@ -16,8 +16,8 @@ def _stands_alone(ins: Instr) -> bool:
     if p[0] in _BLOCKING:
         return True
     if p[0] == "mbarrier":
-        return p[1] in ("test_wait", "try_wait")
-    return (p[0] == "tcgen05" and p[1] == "alloc") or p[:4] == ("cp", "async", "bulk", "wait_group")
+        return p[1:2] in (("test_wait",), ("try_wait",))
+    return p[:2] == ("tcgen05", "alloc") or p[:4] == ("cp", "async", "bulk", "wait_group")
 
 
 class Block:

@@ -280,33 +280,62 @@ def lop3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
     return out
 
 
+def _ones(length: np.ndarray, bits: int) -> np.ndarray:
+    """Words of `bits` bits whose low `length` bits are set."""
+    kind = u32 if bits == 32 else u64
+    return np.where(length < bits, shl(np.ones(length.size, kind), length, bits) - kind(1), kind(2**bits - 1))
+
+
 def bfe(a: np.ndarray, pos: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """bfe.u32."""
-    length = np.minimum(length & u32(255), u32(32)).astype(u64)
-    mask = ((u64(1) << length) - u64(1)).astype(u32)
-    return shr(a, pos & u32(255), 32) & mask
+    """bfe: the field of a; signed types fill with its highest bit, or a's where the field reaches past it."""
+    bits = 8 * a.dtype.itemsize
+    word = a.view(u32 if bits == 32 else u64)
+    pos, length = pos & u32(255), length & u32(255)
+    mask = _ones(length, bits)
+    field = shr(word, pos, bits) & mask
+    if a.dtype.kind == "u":
+        return field
+    top = np.clip(pos.astype(s32) + length.astype(s32) - 1, 0, bits - 1).astype(u32)
+    sign = (shr(word, top, bits) & word.dtype.type(1)).astype(np.bool_) & (length > 0)
+    present = _ones(np.where(pos < bits, np.minimum(length, bits - np.minimum(pos, bits)), u32(0)), bits)
+    return np.where(sign, field | ~present, field).view(a.dtype)
 
 
 def bfi(a: np.ndarray, b: np.ndarray, pos: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """bfi.b32: the low `length` bits of a inserted into b at `pos`."""
-    length = np.minimum(length & u32(255), u32(32)).astype(u64)
-    mask = shl(((u64(1) << length) - u64(1)).astype(u32), pos & u32(255), 32)
-    return (b & ~mask) | (shl(a, pos & u32(255), 32) & mask)
+    """bfi: the low `length` bits of a inserted into b at `pos`."""
+    bits = 8 * a.dtype.itemsize
+    pos, length = pos & u32(255), length & u32(255)
+    mask = shl(_ones(length, bits), pos, bits)
+    return (b & ~mask) | (shl(a, pos, bits) & mask)
 
 
-def bfind(a: np.ndarray) -> np.ndarray:
-    """Position of the highest set bit, 0xffffffff when there is none."""
-    pos = np.frexp(a.astype(f64))[1] - 1 if a.dtype.itemsize < 8 else _bfind64(a)
-    return np.where(a == 0, u32(0xFFFFFFFF), pos.astype(u32))
+def _bit_length(a: np.ndarray) -> np.ndarray:
+    """int.bit_length of every element of an unsigned array."""
+    for shift in (1, 2, 4, 8, 16, 32)[: 5 if a.dtype.itemsize == 4 else 6]:
+        a = a | (a >> a.dtype.type(shift))
+    return np.bitwise_count(a).astype(u32)
 
 
-def _bfind64(a: np.ndarray) -> np.ndarray:
-    return np.array([int(v).bit_length() - 1 for v in a], dtype=s64)
+def bfind(a: np.ndarray, shift_amount: bool) -> np.ndarray:
+    """Position of the highest bit that is no copy of the sign, 0xffffffff when there is none.
+
+    With shift_amount: how far that bit is below the top.
+    """
+    word = a.view(f"u{a.dtype.itemsize}")
+    length = _bit_length(np.where(a < 0, ~word, word) if a.dtype.kind == "i" else word)
+    at = u32(8 * a.dtype.itemsize) - length if shift_amount else length - u32(1)
+    return np.where(length == 0, u32(0xFFFFFFFF), at)
+
+
+def clz(a: np.ndarray) -> np.ndarray:
+    """Number of leading zeros."""
+    return u32(8 * a.dtype.itemsize) - _bit_length(a)
 
 
 def brev(a: np.ndarray) -> np.ndarray:
-    """Reverse the bits of each 32-bit word."""
-    return np.array([int(f"{int(v):032b}"[::-1], 2) for v in a], dtype=u32)
+    """Reverse the bits of each word."""
+    bits = 8 * a.dtype.itemsize
+    return np.array([int(f"{int(v):0{bits}b}"[::-1], 2) for v in a], dtype=a.dtype)
 
 
 def popc(a: np.ndarray) -> np.ndarray:

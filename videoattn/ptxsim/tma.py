@@ -1,4 +1,4 @@
-"""cp.async.bulk: TMA tile loads and stores, bulk copies, bulk groups, multicast; cp.async."""
+"""cp.async.bulk: TMA tile loads and stores, bulk copies, bulk groups, multicast."""
 
 from __future__ import annotations
 
@@ -101,6 +101,13 @@ class TmaOps(BarrierOps):
                 "misaligned", f"{what} at shared offset {off:#x}; must be a multiple of {align} bytes"
             )
             return None, 0
+        if (past := cta.smem.overrun(off, nbytes)) is not None:
+            self.report(
+                "out of bounds",
+                f"{what} of {nbytes} bytes at {cta.smem.name(off)} runs past {past[0]}, "
+                f"which has {past[1]} bytes",
+                key=off,
+            )
         return cta, off
 
     # ---- loads

@@ -97,8 +97,8 @@ class WgmmaOps(TmaOps):
         return True
 
     def wgmma_fence(self, mask) -> None:
-        self._wgmma_warp(mask, "wgmma.fence")
-        self.W.wgmma_fenced = True
+        if self._wgmma_warp(mask, "wgmma.fence"):
+            self.W.wgmma_fenced = True
 
     def wgmma_commit(self, mask) -> None:
         if self._wgmma_warp(mask, "wgmma.commit_group"):
