@@ -117,10 +117,11 @@ def _kernels() -> list[tuple[str, str]]:
 
     from videoattn import kernels
     from videoattn.dispatch import AUTO_ORDER, AttentionCall, device_capability
+    from videoattn.kernels import library
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    rows = []
+    rows = [("kernels", library.describe())]
     for name in kernels.NAMES:
         verdicts = {}
         for label, (length, head_dim) in CALLS.items():

@@ -1,4 +1,4 @@
-"""The library's host code over a fake CUDA runtime: planner, cache and launcher as they are, no kernel, no GPU."""
+"""The library's host code over a fake CUDA runtime: planner, cache and launcher as they are, no kernel."""
 
 from __future__ import annotations
 
