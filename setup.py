@@ -1,4 +1,4 @@
-"""What pyproject.toml can't say: the kernels' sources go into the package, and a compiled library if one is given.
+"""What pyproject.toml can't say: the kernels' sources go into the package, and a compiled library if given.
 
 scripts/build_wheel.py sets VIDEOATTN_WHEEL_LIBRARY (a path) and VIDEOATTN_WHEEL_PLATFORM (its platform tag).
 """

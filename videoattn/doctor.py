@@ -53,12 +53,12 @@ def verify_kernels(console: Console) -> int:
             if torch.cuda.get_device_capability(index) not in kernel.CAPABILITIES:
                 continue
             try:
-                verdict = verify.verify(name, index)
+                verdict = verify.verify(name, torch.device("cuda", index))
             except library.BuildError as error:
                 console.print(Text(f"self-check of {name} on cuda:{index}: {error}", style="red"))
                 failed = True
                 continue
-            outcome = "passed" if verdict.passed else "FAILED"
+            outcome = "passed" if verdict.passed else "FAILED" if verdict.final else "could not run"
             style = "" if verdict.passed else "red"
             console.print(
                 Text(f"self-check of {name} on cuda:{index}: {outcome}, {verdict.detail}", style=style)

@@ -240,14 +240,14 @@ def open_library(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
         raise BuildError(f"{path} is no videoattn library") from None
     if told["api_version"] != abi.VERSION or told.get("source") != source_hash(sources):
         raise BuildError(
-            f"{path} was built from other sources than {sources}: reinstall videoattn, or delete that file to "
-            "have the kernels compiled here"
+            f"{path} was built from other sources than {sources}: reinstall videoattn, or delete that file "
+            "to have the kernels compiled here"
         )
     return library
 
 
 def describe() -> str:
-    """One line for people: which library serves, or why none does. Loads what is there and compiles nothing."""
+    """One line for people: which library serves, or why none does; compiles nothing."""
     try:
         place = "in the package"
         if os.environ.get("VIDEOATTN_NVCC_FLAGS") or not PREBUILT.is_file():
