@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -45,17 +46,23 @@ CASES = {
         *SHARED,
     ),
 }
+COMMENT = re.compile(rb"//.*")
 DONE = ROOT / "build" / "simulate_full"
 
 
 def source_key(path: str) -> str:
-    """Hash of everything that the cases of a folder such as tests/ladder are about."""
+    """Hash of all that the cases of a folder such as tests/ladder are about, less comments in csrc."""
     digest = hashlib.sha256(library.find_compiler().version.encode())
     for place in CASES[path]:
         top = ROOT / place
         for file in [top] if top.is_file() else sorted(top.rglob("*")):
             if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md":
-                digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes() + b"\0")
+                text = file.read_bytes()
+                if file.suffix in library.SUFFIXES:
+                    text = b"\n".join(
+                        filter(None, (COMMENT.sub(b"", line).rstrip() for line in text.split(b"\n")))
+                    )
+                digest.update(f"{file.relative_to(ROOT)}\0".encode() + text + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import threading
 
 import pytest
 import torch
 
 from tests.kernels import fake_cuda
+from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
 from videoattn.kernels import abi, native
 
 
@@ -111,6 +113,29 @@ def test_the_driver_floor_is_named(fake, driver, said):
     assert f"the driver serves CUDA {said}" in message
     assert "driver 580 or newer" in message
     assert f"build with nvcc {driver // 1000}" in message
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "reason"),
+    [
+        (12090, (9, 0), "the driver serves CUDA 12.9, this build needs CUDA 13 (driver 580 or newer)"),
+        (0, (9, 0), "no NVIDIA driver answers on this machine"),
+        (13000, (8, 6), "it has no code for compute capability 8.6"),
+    ],
+)
+def test_the_receipt_says_what_a_gpu_lacks(fake, monkeypatch, driver, capability, reason):
+    """An old driver, none, another GPU: `auto` binds SDPA and the kernel's own words are the reason."""
+    monkeypatch.setattr(native.library, "load", lambda: fake.library)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    fake.configure(driver=driver)
+    call = AttentionCall(1, 2, 64, 64, 64, torch.bfloat16, "cuda", capability)
+    choose.cache_clear()
+    choice = choose(call)
+    assert choice.kernel == "sdpa"
+    assert choice.reasons["hopper"].startswith(reason)
+    with pytest.raises(KernelUnavailable, match=re.escape(reason)):
+        choose(call, "hopper")
+    choose.cache_clear()
 
 
 def test_no_driver_is_named(fake):

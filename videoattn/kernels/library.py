@@ -34,6 +34,8 @@ PREBUILT = Path(__file__).with_name("prebuilt") / NAME
 PACKAGED = Path(__file__).resolve().parents[1] / "csrc"
 SOURCES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "csrc"
 ARCHS = {"hopper": ("90a",), "blackwell": ("100a", "103a")}
+TOOLKIT = Path("/usr/local/cuda/bin/nvcc")
+SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 LINK_FLAGS = (
     "-shared",
@@ -77,7 +79,7 @@ def find_compiler() -> Compiler:
         home = os.environ.get("CUDA_HOME")
         candidates = [Path(home, "bin", "nvcc")] if home else []
         candidates += [Path(on_path)] if on_path else []
-        candidates += [Path("/usr/local/cuda/bin/nvcc"), *packaged]
+        candidates += [TOOLKIT, *packaged]
     for path in candidates:
         if path.is_file():
             return _ask_version(path, packaged)
@@ -106,7 +108,7 @@ def source_files(sources: Path = SOURCES) -> list[Path]:
     folders = [sources / "common", *(sources / family for family in ARCHS)]
     files = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
     files += list(sources.glob("api.*"))
-    return sorted(path for path in files if path.suffix in {".h", ".cuh", ".cpp", ".cu"})
+    return sorted(path for path in files if path.suffix in SUFFIXES)
 
 
 def architectures(sources: Path = SOURCES) -> tuple[str, ...]:
