@@ -3,8 +3,8 @@
     python scripts/simulate_full.py [--fresh] [PATH ...]
 
 Paths default to tests/ladder and tests/blackwell. Needs nvcc, no GPU; about half an hour on two idle cores,
-and it may be stopped: cases that passed are kept in build/simulate_full, named by the hash of the kernels,
-the simulator and the tests, and are not run again. --fresh runs them all.
+and it may be stopped: cases that passed are kept in build/simulate_full with a hash of what they depend on,
+kernels, simulator and test module, and are not run again until that changes. --fresh runs them all.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import platform
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,77 +29,81 @@ from videoattn.kernels import library
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What the cases of a folder depend on: the kernels with what they include, planner, simulator, tests.
+# What the cases of a folder depend on besides their modules: kernels and their includes, planner, simulator.
 COMMON = tuple(f"csrc/common/{name}.cuh" for name in ("layouts", "ptx", "softmax"))
 PLANNER = tuple(f"csrc/{path}" for path in ("api.h", "common/plan.h", "common/plan.cpp", "common/merge.h"))
 PYTHON = tuple(f"videoattn/kernels/{name}.py" for name in ("abi", "accuracy", "native", "plan", "simulated"))
-SHARED = (*COMMON, "videoattn/ptxsim", "videoattn/kernels/ptxas.py", "tests/blackwell/mutants.py")
+SHARED = (*COMMON, "videoattn/ptxsim", "videoattn/kernels/ptxas.py")
 CASES = {
-    "tests/ladder": ("tests/ladder", "csrc/ladder", *SHARED),
-    "tests/blackwell": (
-        "tests/blackwell",
-        "csrc/blackwell",
-        "csrc/common/merge.cu",
-        *PLANNER,
-        *PYTHON,
-        *SHARED,
-    ),
+    "tests/ladder": ("csrc/ladder", *SHARED),
+    "tests/blackwell": ("csrc/blackwell", "csrc/common/merge.cu", *PLANNER, *PYTHON, *SHARED),
 }
 COMMENT = re.compile(rb"//.*")
+IMPORT = re.compile(r"^from (tests\.[\w.]+) import", re.MULTILINE)
 DONE = ROOT / "build" / "simulate_full"
 
 
-def source_key(path: str) -> str:
-    """Hash of all that the cases of a folder such as tests/ladder are about, less comments in csrc."""
+def modules(path: Path) -> set[Path]:
+    """A test module and the modules of `tests` that it imports, and those import."""
+    found: set[Path] = set()
+    pending = [path]
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found.add(module)
+            names = IMPORT.findall(module.read_text())
+            pending += [ROOT / (name.replace(".", "/") + ".py") for name in names]
+    return found
+
+
+@cache
+def source_key(path: Path) -> str:
+    """Hash of all that the cases of a test module are about, less comments in csrc."""
+    folder = str(path.parent.relative_to(ROOT))
+    files = modules(path)
+    for top in (ROOT / place for place in CASES[folder]):
+        files |= {top} if top.is_file() else {file for file in top.rglob("*") if file.is_file()}
     digest = hashlib.sha256(library.find_compiler().version.encode())
-    for place in CASES[path]:
-        top = ROOT / place
-        for file in [top] if top.is_file() else sorted(top.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md":
-                text = file.read_bytes()
-                if file.suffix in library.SUFFIXES:
-                    text = b"\n".join(
-                        filter(None, (COMMENT.sub(b"", line).rstrip() for line in text.split(b"\n")))
-                    )
-                digest.update(f"{file.relative_to(ROOT)}\0".encode() + text + b"\0")
+    for file in sorted(files):
+        if file.suffix not in {".pyc", ".md"}:
+            text = file.read_bytes()
+            if file.suffix in library.SUFFIXES:
+                lines = (COMMENT.sub(b"", line).rstrip() for line in text.splitlines())
+                text = b"\n".join(filter(None, lines))
+            digest.update(f"{file.relative_to(ROOT)}\0".encode() + text + b"\0")
     return digest.hexdigest()[:16]
 
 
-def kept(path: Path) -> Iterator[dict]:
-    """The cases a file remembers; a line that was cut short is no case."""
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
-
-
 class Memory:
-    """A pytest plugin that leaves out the cases kept in `path` and adds those that pass."""
+    """The cases of a folder that have passed; as a pytest plugin it leaves them out and adds to them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: str) -> None:
+        self.path = DONE / f"{folder.replace('/', '.')}.jsonl"
+
+    def passed(self) -> dict[str, float]:
+        """Seconds that each passed case took, by id, as long as what it depends on has not changed."""
+        found: dict[str, float] = {}
+        for line in self.path.read_text().splitlines() if self.path.is_file() else ():
+            try:
+                case = json.loads(line)
+            except ValueError:  # cut short
+                continue
+            module = ROOT / case["id"].split("::")[0]
+            if module.is_file() and case["key"] == source_key(module):
+                found[case["id"]] = case["seconds"]
+        return found
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        done = {case["id"] for case in kept(self.path)}
+        done = self.passed()
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
         items[:] = [item for item in items if item.nodeid not in done]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
+            key = source_key(ROOT / report.nodeid.split("::")[0])
+            case = {"id": report.nodeid, "key": key, "seconds": round(report.duration, 2)}
             with open(self.path, "a") as handle:
-                handle.write(json.dumps({"id": report.nodeid, "seconds": round(report.duration, 2)}) + "\n")
-
-
-def run_folder(path: str, fresh: bool) -> tuple[int, Path]:
-    """Run the cases of one folder that have not passed; pytest's status and the file of passed cases."""
-    memory = DONE / f"{path.replace('/', '.')}.{source_key(path)}.jsonl"
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    if fresh:
-        memory.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--case-memory", str(memory), path]
-    environment = {**os.environ, "VIDEOATTN_FULL": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr).returncode, memory
+                handle.write(json.dumps(case) + "\n")
 
 
 def main() -> int:
@@ -109,31 +112,36 @@ def main() -> int:
     )
     parser.add_argument("paths", nargs="*", default=[*CASES], metavar="PATH", help=f"of {', '.join(CASES)}")
     parser.add_argument("--fresh", action="store_true", help="run cases that passed before again")
-    parser.add_argument("--case-memory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.case_memory:
-        plugin = Memory(arguments.case_memory)
-        # The plugin's own memory decides; pytest's would only add files.
-        return pytest.main(
-            ["-v", "-p", "no:cacheprovider", "--timeout", "1800", *arguments.paths], plugins=[plugin]
-        )
-
     if unknown := [path for path in arguments.paths if path not in CASES]:
         parser.error(f"{unknown[0]} has no full tier: choose from {', '.join(CASES)}")
+    if arguments.inside:
+        # The plugin's own memory decides; pytest's would only add files.
+        (folder,) = arguments.paths
+        options = ["-v", "-p", "no:cacheprovider", "--timeout", "1800"]
+        return pytest.main([*options, folder], plugins=[Memory(folder)])
+
     worst = 0
-    seconds, cases = 0.0, Counter[str]()
-    for path in arguments.paths:
-        status, memory = run_folder(path, arguments.fresh)
-        if status != pytest.ExitCode.NO_TESTS_COLLECTED:
+    seconds, counts = 0.0, []
+    DONE.mkdir(parents=True, exist_ok=True)
+    for folder in arguments.paths:
+        memory = Memory(folder)
+        if arguments.fresh:
+            memory.path.unlink(missing_ok=True)
+        command = [sys.executable, __file__, "--inside", folder]
+        environment = {**os.environ, "VIDEOATTN_FULL": "1", "PYTHONPATH": str(ROOT)}
+        status = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr).returncode
+        if status != pytest.ExitCode.NO_TESTS_COLLECTED:  # all of them passed before
             worst = max(worst, status)
-        for case in {case["id"]: case for case in kept(memory)}.values():
-            cases[path] += 1
-            seconds += case["seconds"]
+        cases = memory.passed()
+        counts.append(f"{folder} {len(cases)} passed")
+        seconds += sum(cases.values())
     what = f"`scripts/simulate_full.py {' '.join(arguments.paths)}`"
     where = f"{platform.machine()}, {os.cpu_count()} cores, one process"
-    passed = ", ".join(f"{path} {count} passed" for path, count in cases.items())
-    verdict = "none failed" if worst == 0 else "SOME FAILED OR ARE MISSING"
-    print(f"| {date.today()} | {where} | {what} | {passed}, {verdict} | {seconds / 60:.0f} min of running |")
+    verdict = "none failed" if worst == 0 else "SOME FAILED OR DID NOT RUN"
+    said = ", ".join([*counts, verdict])
+    print(f"| {date.today()} | {where} | {what} | {said} | {seconds / 60:.0f} min of running |")
     return worst
 
 

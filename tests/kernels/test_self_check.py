@@ -6,6 +6,7 @@ fails as soon as it launches.
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import videoattn
 from tests.pipelines import ltx_transformer
+from videoattn import doctor
 from videoattn.dispatch import choose
 from videoattn.kernels import hopper, library, verify
 from videoattn.kernels.verify import Subject, Verdict
@@ -108,3 +111,19 @@ def test_two_processes_check_once(no_verdicts):
     assert [out.strip() for out, _ in said] == ["False", "False"], said
     assert sum(RUNS in err for _, err in said) == 1
     assert len(list((no_verdicts / "verdicts").glob("*.json"))) == 1
+
+
+def test_doctor_verify_tells_what_could_not_run(no_verdicts, monkeypatch):
+    """The parent believes in a GPU, the real child finds none: no verdict, nothing kept, status 1."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    assert doctor.verify_kernels(console) == 1
+    said = out.getvalue()
+    assert said.startswith("self-check of hopper on cuda:0: could not run, ")
+    assert "blackwell" not in said
+    assert not list(no_verdicts.rglob("*.json"))
