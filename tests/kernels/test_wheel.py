@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,9 +26,33 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def once(tmp_path_factory):
+    """A folder of this run of pytest, and a lock on it: what one worker made serves the others."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "wheel"
+    folder.mkdir(exist_ok=True)
+
+    @contextmanager
+    def locked():
+        with open(folder / "lock", "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield folder
+
+    return locked
+
+
+@pytest.fixture(scope="module")
+def built(once):
     """Source distribution and wheel."""
-    return build_wheel.build(tmp_path_factory.mktemp("dist"))
+    with once() as folder:
+        dist = folder / "dist"
+        if not dist.exists():
+            build_wheel.build(folder / "dist.new")
+            (folder / "dist.new").rename(dist)
+    (source,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
+    return source, wheel
 
 
 def files(wheel):
@@ -78,19 +105,26 @@ def test_without_a_library_the_wheel_is_for_any_platform(built, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def installed(built, tmp_path_factory):
+def installed(built, once):
     """The Python of a clean environment that holds the wheel; its dependencies are this environment's."""
-    folder = tmp_path_factory.mktemp("clean")
+    with once() as shared:
+        folder = shared / "clean"
+        python = folder / "bin" / "python"
+        if not (shared / "installed").exists():
+            install(built[1], folder, python)
+            (shared / "installed").touch()
+    return python
+
+
+def install(wheel, folder, python):
     venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([*pip, built[1]], check=True, env=environment, cwd=folder)
+    subprocess.run([*pip, wheel], check=True, env=environment, cwd=folder)
     paths = {"base": folder, "platbase": folder}
     packages = Path(sysconfig.get_path("purelib", "venv", vars=paths))
     ours = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
     (packages / "dependencies.pth").write_text("\n".join(dict.fromkeys(ours)) + "\n")
-    return python
 
 
 def ask(python, tmp_path, *command):
@@ -139,12 +173,13 @@ def test_a_library_of_other_sources_is_refused(installed, tmp_path):
     code = "from videoattn.kernels import library; print(library.SOURCES); print(library.describe())"
     sources, fine = ask(installed, tmp_path, installed, "-c", code).stdout.splitlines()
     assert fine.startswith("in the package")
-    header = Path(sources, "hopper", "config.h")
-    original = header.read_text()
-    header.write_text(original + "// newer\n")
-    try:
-        done = ask(installed, tmp_path, installed, "-c", code)
-    finally:
-        header.write_text(original)
-    assert done.stdout.splitlines()[1].startswith("none: ")
-    assert "was built from other sources than" in done.stdout
+    # A copy in the folder that the command runs in comes first.
+    copy = tmp_path / "videoattn"
+    shutil.copytree(Path(sources).parent, copy, ignore=shutil.ignore_patterns("weights", "web"))
+    with open(copy / "csrc" / "hopper" / "config.h", "a") as header:
+        header.write("// newer\n")
+    done = ask(installed, tmp_path, installed, "-c", code)
+    sources, refused = done.stdout.splitlines()
+    assert Path(sources) == copy / "csrc"
+    assert refused.startswith("none: ")
+    assert "was built from other sources than" in refused

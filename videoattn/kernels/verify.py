@@ -218,7 +218,8 @@ def run_child(module: str, device: str, timeout_s: float) -> Verdict:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": path},
+                # The reference is fp32, whatever the caller lets its own matrix products be.
+                env={**os.environ, "PYTHONPATH": path, "NVIDIA_TF32_OVERRIDE": "0"},
                 start_new_session=True,
             )
         except OSError as error:
