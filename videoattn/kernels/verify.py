@@ -183,7 +183,7 @@ def settle(requests: Iterable[tuple[str, AttentionCall]], device: torch.device) 
     """Run the self-checks that are due before `auto` may bind a kernel to one of the calls.
 
     `requests` are kernel names or `auto`, each with a call on `device`. Only `auto` waits. A kernel that did
-    not pass is named in a warning; `auto` does without it. Returns whether a check was run.
+    not pass is named in a warning; `auto` does without it. Returns whether there is a new verdict.
     """
     ran = False
     waiting = [call for requested, call in requests if requested == "auto"]
