@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -126,6 +127,31 @@ def test_without_a_compiler(tmp_path, monkeypatch):
     (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "nvcc").chmod(0o755)
     with pytest.raises(library.BuildError, match="does not run"):
+        library.find_compiler()
+
+
+def test_the_packages_nvcc_serves_where_no_toolkit_is(tmp_path, monkeypatch):
+    """What `pip install videoattn[build]` brings is taken last, newest first, with its own folders."""
+    for release in ("cu12", "cu13"):
+        nvcc = tmp_path / "nvidia" / release / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(f"#!/bin/sh\necho release {release}\n")
+        nvcc.chmod(0o755)
+    for name in ("VIDEOATTN_NVCC", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setattr(library, "TOOLKIT", tmp_path / "nowhere")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    compiler = library.find_compiler()
+    root = tmp_path / "nvidia" / "cu13"
+    assert compiler == library.Compiler(
+        root / "bin" / "nvcc", "release cu13", (f"-I{root}/include", f"-L{root}/lib")
+    )
+    monkeypatch.setattr(library, "TOOLKIT", tmp_path / "nvidia" / "cu12" / "bin" / "nvcc")
+    assert library.find_compiler().version == "release cu12"
+    monkeypatch.setattr(library, "TOOLKIT", tmp_path / "nowhere")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
+    with pytest.raises(library.BuildError, match=r"pip install videoattn\[build\]"):
         library.find_compiler()
 
 
