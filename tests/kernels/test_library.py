@@ -139,7 +139,7 @@ def test_the_packages_nvcc_serves_where_no_toolkit_is(tmp_path, monkeypatch):
         nvcc.chmod(0o755)
     for name in ("VIDEOATTN_NVCC", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(library, "TOOLKIT", tmp_path / "nowhere")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     compiler = library.find_compiler()
