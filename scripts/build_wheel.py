@@ -40,7 +40,10 @@ def platform_tag(path: Path) -> str:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Source distribution and wheel, in `folder`.  Raises BuildError if there is no library."""
+    """Source distribution and wheel, in `folder`.
+
+    Raises BuildError if there is no library, RuntimeError if it can't go into a wheel.
+    """
     compiled = library.build()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="build.") as scratch:
@@ -80,8 +83,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the distributions go")
     try:
         made = build(parser.parse_args().folder.resolve())
-    except library.BuildError as error:
-        parser.error(str(error))
+    except (RuntimeError, OSError) as error:
+        print(f"no wheel: {error}", file=sys.stderr)
+        return 1
     for path in made:
         print(f"{path}, {path.stat().st_size / 1e6:.1f} MB")
     return 0
