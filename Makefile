@@ -1,11 +1,12 @@
-# `make demo` renders a clip, `make test` runs everything CI runs, `make quick` the daily part of it.
+# `make demo` renders a clip, `make test` runs everything CI runs, `make quick` the daily part of it, and `make wheel`
+# puts a wheel with the compiled kernels, and the source distribution, into dist/.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick lint wheel clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +26,9 @@ quick: lint
 
 test: lint
 	$(BIN)/pytest -q -m "not gpu" -n 2
+
+wheel: $(VENV)/.installed
+	$(BIN)/python scripts/build_wheel.py dist
 
 clean:
 	rm -rf $(VENV) build dist clips *.egg-info

@@ -13,6 +13,9 @@
 #ifndef VIDEOATTN_ARCHS
 #define VIDEOATTN_ARCHS 90
 #endif
+#ifndef VIDEOATTN_SOURCE_HASH
+#define VIDEOATTN_SOURCE_HASH unknown
+#endif
 
 using videoattn::Message;
 
@@ -91,5 +94,6 @@ extern "C" int videoattn_check_device(int device, char* text, size_t bytes) {
 
 extern "C" const char* videoattn_build_info(void) {
     return "{\"api_version\": " VIDEOATTN_TEXT(VIDEOATTN_API_VERSION) ", \"archs\": \"" VIDEOATTN_TEXT(VIDEOATTN_ARCHS)
-           "\", \"cuda\": " VIDEOATTN_TEXT(CUDART_VERSION) "}";
+           "\", \"cuda\": " VIDEOATTN_TEXT(CUDART_VERSION) ", \"source\": \"" VIDEOATTN_TEXT(
+               VIDEOATTN_SOURCE_HASH) "\"}";
 }

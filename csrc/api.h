@@ -96,7 +96,7 @@ VIDEOATTN_EXPORT int videoattn_attention(const VideoattnCall* call, char* messag
 // Whether this library can launch on the device: driver version, compute capability, an image for it.
 VIDEOATTN_EXPORT int videoattn_check_device(int device, char* message, size_t message_bytes);
 
-// The API version, architectures and compiler of this build, as JSON.
+// The API version, architectures, CUDA version and hash of the sources of this build, as JSON.
 VIDEOATTN_EXPORT const char* videoattn_build_info(void);
 
 #ifdef __cplusplus

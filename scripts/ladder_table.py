@@ -48,13 +48,23 @@ def measure(step: Step) -> dict[str, str]:
     return {
         "barriers": str(inits // CTAS),
         "registers": str(resources.registers),
-        "spills": f"{resources.spill_stores}/{resources.spill_loads}",
+        "spills": spills(step),
         "stack": str(resources.stack),
         "smem": f"{(step.dynamic_smem + resources.static_smem) / 1024:.0f} KB",
         "instructions": f"{outcomes[0].report.instructions / CTAS / (KV_LEN / 128):.0f}",
         "findings": "clean" if findings == 0 else f"{findings} findings",
         "error": f"{worst:.1e} of {bound:.1e}" + ("" if worst <= bound else ", **too much**"),
     }
+
+
+def spills(step: Step) -> str:
+    """Bytes stored and loaded by the first architecture's build, and by others where they differ."""
+    found = {}
+    for arch in step.arch:
+        resources = compile_report(step.source, arch)[step.kernel]
+        found[arch] = f"{resources.spill_stores}/{resources.spill_loads}"
+    first = found.pop(step.arch[0])
+    return ", ".join([first, *(f"{arch} {bytes_}" for arch, bytes_ in found.items() if bytes_ != first)])
 
 
 def row(cells: list[str]) -> str:

@@ -1,46 +1,148 @@
-"""Runs the full tier of the simulator tests and prints one line for docs/measured.md.
+"""Runs the full tier of the simulator tests and prints one line for docs/measured/blackwell.md.
 
-    python scripts/simulate_full.py [PATH ...]
+    python scripts/simulate_full.py [--fresh] [PATH ...]
 
-Paths default to tests/ladder and tests/blackwell. Needs nvcc, no GPU; about half an hour on two cores.
+Paths default to tests/ladder and tests/blackwell. Needs nvcc, no GPU; about half an hour on two idle cores,
+and it may be stopped: cases that passed are kept in build/simulate_full with a hash of what they depend on,
+kernels, simulator and test module, and are not run again until that changes. --fresh runs them all.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import os
 import platform
 import re
 import subprocess
 import sys
-import time
 from datetime import date
+from functools import cache
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+
+from videoattn.kernels import library
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# What the cases of a folder depend on besides their modules: kernels and their includes, planner, simulator.
+COMMON = tuple(f"csrc/common/{name}.cuh" for name in ("layouts", "ptx", "softmax"))
+PLANNER = tuple(f"csrc/{path}" for path in ("api.h", "common/plan.h", "common/plan.cpp", "common/merge.h"))
+PYTHON = tuple(f"videoattn/kernels/{name}.py" for name in ("abi", "accuracy", "native", "plan", "simulated"))
+SHARED = (*COMMON, "videoattn/ptxsim", "videoattn/kernels/ptxas.py")
+CASES = {
+    "tests/ladder": ("csrc/ladder", *SHARED),
+    "tests/blackwell": ("csrc/blackwell", "csrc/common/merge.cu", *PLANNER, *PYTHON, *SHARED),
+}
+COMMENT = re.compile(rb"//.*")
+IMPORT = re.compile(r"^from (tests\.[\w.]+) import", re.MULTILINE)
+DONE = ROOT / "build" / "simulate_full"
+
+
+def modules(path: Path) -> set[Path]:
+    """A test module and the modules of `tests` that it imports, and those import."""
+    found: set[Path] = set()
+    pending = [path]
+    while pending:
+        module = pending.pop()
+        if module not in found:
+            found.add(module)
+            names = IMPORT.findall(module.read_text())
+            pending += [ROOT / (name.replace(".", "/") + ".py") for name in names]
+    return found
+
+
+@cache
+def source_key(path: Path) -> str:
+    """Hash of all that the cases of a test module are about, less comments in csrc."""
+    folder = str(path.parent.relative_to(ROOT))
+    files = modules(path)
+    for top in (ROOT / place for place in CASES[folder]):
+        files |= {top} if top.is_file() else {file for file in top.rglob("*") if file.is_file()}
+    digest = hashlib.sha256(library.find_compiler().version.encode())
+    for file in sorted(files):
+        if file.suffix not in {".pyc", ".md"}:
+            text = file.read_bytes()
+            if file.suffix in library.SUFFIXES:
+                lines = (COMMENT.sub(b"", line).rstrip() for line in text.splitlines())
+                text = b"\n".join(filter(None, lines))
+            digest.update(f"{file.relative_to(ROOT)}\0".encode() + text + b"\0")
+    return digest.hexdigest()[:16]
+
+
+class Memory:
+    """The cases of a folder that have passed; as a pytest plugin it leaves them out and adds to them."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = DONE / f"{folder.replace('/', '.')}.jsonl"
+
+    def passed(self) -> dict[str, float]:
+        """Seconds that each passed case took, by id, as long as what it depends on has not changed."""
+        found: dict[str, float] = {}
+        for line in self.path.read_text().splitlines() if self.path.is_file() else ():
+            try:
+                case = json.loads(line)
+            except ValueError:  # cut short
+                continue
+            module = ROOT / case["id"].split("::")[0]
+            if module.is_file() and case["key"] == source_key(module):
+                found[case["id"]] = case["seconds"]
+        return found
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        done = self.passed()
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+        items[:] = [item for item in items if item.nodeid not in done]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            key = source_key(ROOT / report.nodeid.split("::")[0])
+            case = {"id": report.nodeid, "key": key, "seconds": round(report.duration, 2)}
+            with open(self.path, "a") as handle:
+                handle.write(json.dumps(case) + "\n")
+
 
 def main() -> int:
-    paths = sys.argv[1:] or ["tests/ladder", "tests/blackwell"]
-    start = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(os.cpu_count()), "--dist", "loadfile", *paths]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "VIDEOATTN_FULL": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    print(done.stdout, file=sys.stderr)
-    minutes = (time.monotonic() - start) / 60
-    found = {
-        word: number
-        for number, word in re.findall(r"(\d+) (passed|failed|skipped|xfailed|error)", done.stdout)
-    }
-    cells = ", ".join(f"{number} {word}" for word, number in found.items())
-    what = f"`scripts/simulate_full.py` {' '.join(paths)}"
-    where = f"{platform.machine()}, {os.cpu_count()} cores"
-    print(f"| {date.today()} | {where} | {what} | {cells} | {minutes:.0f} min |")
-    return done.returncode
+    parser.add_argument("paths", nargs="*", default=[*CASES], metavar="PATH", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--fresh", action="store_true", help="run cases that passed before again")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if unknown := [path for path in arguments.paths if path not in CASES]:
+        parser.error(f"{unknown[0]} has no full tier: choose from {', '.join(CASES)}")
+    if arguments.inside:
+        # The plugin's own memory decides; pytest's would only add files.
+        (folder,) = arguments.paths
+        options = ["-v", "-p", "no:cacheprovider", "--timeout", "1800"]
+        return pytest.main([*options, folder], plugins=[Memory(folder)])
+
+    worst = 0
+    seconds, counts = 0.0, []
+    DONE.mkdir(parents=True, exist_ok=True)
+    for folder in arguments.paths:
+        memory = Memory(folder)
+        if arguments.fresh:
+            memory.path.unlink(missing_ok=True)
+        command = [sys.executable, __file__, "--inside", folder]
+        environment = {**os.environ, "VIDEOATTN_FULL": "1", "PYTHONPATH": str(ROOT)}
+        status = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr).returncode
+        if status != pytest.ExitCode.NO_TESTS_COLLECTED:  # all of them passed before
+            worst = max(worst, status)
+        cases = memory.passed()
+        counts.append(f"{folder} {len(cases)} passed")
+        seconds += sum(cases.values())
+    what = f"`scripts/simulate_full.py {' '.join(arguments.paths)}`"
+    where = f"{platform.machine()}, {os.cpu_count()} cores, one process"
+    verdict = "none failed" if worst == 0 else "SOME FAILED OR DID NOT RUN"
+    said = ", ".join([*counts, verdict])
+    print(f"| {date.today()} | {where} | {what} | {said} | {seconds / 60:.0f} min of running |")
+    return worst
 
 
 if __name__ == "__main__":

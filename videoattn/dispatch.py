@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -127,8 +128,9 @@ class Chooser:
     def __call__(self, call: AttentionCall, requested: str = "auto") -> Choice:
         """Pick the kernel for a call.
 
-        `requested` is a kernel's name or `auto`. A named kernel is bound or `KernelUnavailable` is raised;
-        `auto` takes the first of `AUTO_ORDER` that supports the call and has passed its self-check.
+        `requested` is a kernel's name or `auto`. A named kernel is bound, with a warning if it has not passed
+        its self-check, or `KernelUnavailable` is raised; `auto` takes the first of `AUTO_ORDER` that supports
+        the call and has passed its self-check.
         Verdicts are cached; `choose.cache_clear()` after a kernel was built or verified.
         """
         # Asking a kernel whether it is trusted reads a file, and no verdict depends on where a call sits.
@@ -193,6 +195,12 @@ def _choose(call: AttentionCall, requested: str) -> Choice:
         reason = kernel.supports(call)
         if reason is not None:
             raise KernelUnavailable(f"attention kernel '{requested}' cannot serve {describe(call)}: {reason}")
+        if (doubt := kernel.untrusted(call)) is not None:
+            warnings.warn(
+                f"attention kernel '{requested}' serves because it was asked for by name, but {doubt}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         others = {name: f"'{requested}' was asked for" for name in kernels.NAMES if name != requested}
         return Choice(requested, requested, others)
 

@@ -53,12 +53,12 @@ def verify_kernels(console: Console) -> int:
             if torch.cuda.get_device_capability(index) not in kernel.CAPABILITIES:
                 continue
             try:
-                verdict = verify.verify(name, index)
+                verdict = verify.verify(name, torch.device("cuda", index))
             except library.BuildError as error:
                 console.print(Text(f"self-check of {name} on cuda:{index}: {error}", style="red"))
                 failed = True
                 continue
-            outcome = "passed" if verdict.passed else "FAILED"
+            outcome = "passed" if verdict.passed else "FAILED" if verdict.final else "could not run"
             style = "" if verdict.passed else "red"
             console.print(
                 Text(f"self-check of {name} on cuda:{index}: {outcome}, {verdict.detail}", style=style)
@@ -117,10 +117,11 @@ def _kernels() -> list[tuple[str, str]]:
 
     from videoattn import kernels
     from videoattn.dispatch import AUTO_ORDER, AttentionCall, device_capability
+    from videoattn.kernels import library
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    rows = []
+    rows = [("kernels", library.describe())]
     for name in kernels.NAMES:
         verdicts = {}
         for label, (length, head_dim) in CALLS.items():

@@ -22,16 +22,22 @@
 // The scores of a tile are there before its softmax has finished the tile before, so the exponentials never wait for
 // QK; and an MMA issued late by one softmax finds the other's work queued.
 //
-// Barriers; arrivals are counted in Shared::initialise, phases follow from who waits:
-//   q_full[q], q_empty[q]          once an item     load -> MMA, commit of the item's last QK -> load
-//   kv_full[s], kv_empty[s]        once a token     load -> MMA (and clear), commit (and clear) -> load
-//   v_clean                        once an item that needs it: clear -> MMA
-//   scores_done[q]                 once a tile      commit of QKq -> softmax q
-//   scores_read                    once a QK        softmax of the Q tile that S belonged to -> MMA: S is free
-//   message_ready[q][2]            alternating: O's factor from an item's second tile on, then the row sum:
-//                                  softmax q -> correction
-//   p_ready[q]                     once a tile      softmax q (P stored) and correction (O in its basis) -> MMA
-//   output_done[q]                 once a tile      commit of PVq -> softmax q (P is free), correction (O is complete)
+// Barriers, with the arrivals of one phase:
+//   q_full[q]             1   once an item                   load (expect_tx) -> MMA
+//   q_empty[q]            1   once an item                   commit of the item's last QK -> load
+//   kv_full[s]            1   once a token                   load (expect_tx) -> MMA, clear
+//   kv_empty[s]           1   once a token                   commit of its last use -> load; 2 in launches with key
+//                                                            lengths, where the clearing warp sees every token
+//   v_clean               1   once an item that needs it     clear -> MMA
+//   scores_done[q]        1   once a tile                    commit of QKq -> softmax q
+//   scores_read           4   once a QK                      a warp each of the softmax whose scores S held -> MMA
+//   message_ready[q][2]   4   in turns: O's factor from an   a warp each of softmax q -> correction
+//                             item's second tile on, then
+//                             the row sum
+//   p_ready[q]            8   once a tile                    4 warps of softmax q (P is stored) and 4 of the
+//                                                            correction (O is in P's basis, or free) -> MMA
+//   output_done[q]        1   once a tile                    commit of PVq -> softmax q (P is free), correction (O is
+//                                                            complete)
 //
 // Messages have two places because softmax q may be one ahead of the correction, and never more: a message follows the
 // P of the tile before it, which is stored only after the output_done of the tile before that, and so after a PV that

@@ -20,6 +20,14 @@ def test_no_spills_and_no_local_memory(arch):
     assert ".local" not in compile_ptx(SOURCE, arch).read_text()
 
 
+def test_merging_needs_no_local_memory():
+    reports = compile_report(library.SOURCES / "common" / "merge.cu")
+    assert set(reports) == {name.replace("blackwell", "merge") for name in KERNELS}
+    for name, resources in reports.items():
+        assert not resources.spills, name
+        assert resources.stack == 0, name
+
+
 def test_software_exponentials_are_for_b200_only():
     """B300 has twice the MUFU rate; there the polynomial would cost more than it saves."""
     counts = {

@@ -134,5 +134,5 @@ def test_refusals_name_their_reason():
 
 
 def test_the_self_check_passes(tmp_path, monkeypatch):
-    assert verify.verify("hopper", 0).passed
-    assert verify.untrusted("hopper") is None
+    assert verify.verify("hopper", torch.device("cuda", 0)).passed
+    assert verify.untrusted("hopper", "cuda") is None

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -17,26 +18,28 @@ import torch
 from videoattn.kernels import library, native
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILD = "from videoattn.kernels import library; print(library.build())"
-
-
-def have_nvcc():
-    try:
-        library.find_compiler()
-    except library.BuildError:
-        return False
-    return True
-
-
-needs_nvcc = pytest.mark.skipif(not have_nvcc(), reason="needs nvcc")
+BUILD = """
+import sys
+from pathlib import Path
+from videoattn.kernels import library
+print(library.build(sources=Path(sys.argv[1])))
+"""
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A library in a cache of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VIDEOATTN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return library.build()
+def built():
+    """The library, compiled if the cache does not hold it."""
+    return library.build()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Sources that compile in seconds: one kernel that does nothing, and a unit without one."""
+    sources = tmp_path / "csrc"
+    (sources / "hopper").mkdir(parents=True)
+    (sources / "hopper" / "nothing.cu").write_text('extern "C" __global__ void nothing() {}\n')
+    (sources / "api.cu").write_text('extern "C" int answer() { return 42; }\n')
+    return sources
 
 
 @pytest.fixture
@@ -60,9 +63,9 @@ def links(folder):
     return sum("-shared" in line for line in (folder / "calls.txt").read_text().splitlines())
 
 
-def spawn(code=BUILD):
+def spawn(sources):
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", BUILD, sources],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -70,23 +73,21 @@ def spawn(code=BUILD):
     )
 
 
-@needs_nvcc
-def test_two_processes_share_one_build(counting_nvcc):
-    processes = [spawn() for _ in range(2)]
+def test_two_processes_share_one_build(counting_nvcc, small):
+    processes = [spawn(small) for _ in range(2)]
     paths = {process.communicate(timeout=300)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert len(paths) == 1
     assert links(counting_nvcc) == 1
-    assert spawn().communicate(timeout=60)[0] in paths
+    assert spawn(small).communicate(timeout=60)[0] in paths
     assert links(counting_nvcc) == 1
     leftovers = [path.name for path in Path(paths.pop().strip()).parent.iterdir()]
     assert sorted(leftovers) == ["libvideoattn.so", "lock"]
 
 
-@needs_nvcc
-def test_a_killed_build_leaves_nothing_that_looks_finished(counting_nvcc):
+def test_a_killed_build_leaves_nothing_that_looks_finished(counting_nvcc, small):
     (counting_nvcc / "slow_link").touch()
-    process = spawn()
+    process = spawn(small)
     deadline = time.monotonic() + 240
     while links(counting_nvcc) == 0 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -94,7 +95,7 @@ def test_a_killed_build_leaves_nothing_that_looks_finished(counting_nvcc):
     process.wait(timeout=30)
     assert not list((counting_nvcc / "cache").rglob("libvideoattn.so"))
     (counting_nvcc / "slow_link").unlink()
-    assert library.build().is_file()
+    assert library.build(sources=small).is_file()
 
 
 def test_another_source_flag_or_compiler_is_another_build(tmp_path):
@@ -110,14 +111,11 @@ def test_another_source_flag_or_compiler_is_another_build(tmp_path):
     assert key != library.build_key(compiler, sources)
 
 
-@needs_nvcc
-def test_a_failed_compile_is_one_line(tmp_path, monkeypatch):
+def test_a_failed_compile_is_one_line(tmp_path, small, monkeypatch):
     monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "cache"))
-    sources = tmp_path / "csrc"
-    shutil.copytree(library.SOURCES, sources)
-    (sources / "hopper" / "plan.cpp").write_text("int broken(\n")
+    (small / "hopper" / "plan.cpp").write_text("int broken(\n")
     with pytest.raises(library.BuildError, match=r"^nvcc failed: .*plan\.cpp.*error") as failed:
-        library.build(sources=sources)
+        library.build(sources=small)
     assert "\n" not in str(failed.value)
     assert not list((tmp_path / "cache").rglob("*.so"))
 
@@ -132,12 +130,36 @@ def test_without_a_compiler(tmp_path, monkeypatch):
         library.find_compiler()
 
 
+def test_the_packages_nvcc_serves_where_no_toolkit_is(tmp_path, monkeypatch):
+    """What `pip install videoattn[build]` brings is taken last, newest first, with its own folders."""
+    for release in ("cu12", "cu13"):
+        nvcc = tmp_path / "nvidia" / release / "bin" / "nvcc"
+        nvcc.parent.mkdir(parents=True)
+        nvcc.write_text(f"#!/bin/sh\necho release {release}\n")
+        nvcc.chmod(0o755)
+    for name in ("VIDEOATTN_NVCC", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(library, "TOOLKIT", tmp_path / "nowhere")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    compiler = library.find_compiler()
+    root = tmp_path / "nvidia" / "cu13"
+    assert compiler == library.Compiler(
+        root / "bin" / "nvcc", "release cu13", (f"-I{root}/include", f"-L{root}/lib")
+    )
+    monkeypatch.setattr(library, "TOOLKIT", tmp_path / "nvidia" / "cu12" / "bin" / "nvcc")
+    assert library.find_compiler().version == "release cu12"
+    monkeypatch.setattr(library, "TOOLKIT", tmp_path / "nowhere")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
+    with pytest.raises(library.BuildError, match=r"pip install videoattn\[build\]"):
+        library.find_compiler()
+
+
 def test_without_sources(tmp_path):
     with pytest.raises(library.BuildError, match="sources are not at"):
         library.build(sources=tmp_path / "nowhere")
 
 
-@needs_nvcc
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "file"))
@@ -145,7 +167,6 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
         library.build()
 
 
-@needs_nvcc
 def test_a_broken_library_is_a_reason_and_no_crash(tmp_path):
     """Import and dispatch survive a machine where nothing can be built."""
     code = (
@@ -159,7 +180,25 @@ def test_a_broken_library_is_a_reason_and_no_crash(tmp_path):
     assert done.stdout.splitlines() == ["VIDEOATTN_NVCC names /nonexistent/nvcc, which is no file"] * 2
 
 
-@needs_nvcc
+def test_a_library_of_other_sources_is_refused(built, small, tmp_path):
+    assert library.open_library(built).videoattn_build_info()
+    with pytest.raises(library.BuildError, match=r"libvideoattn\.so was built from other sources than"):
+        library.open_library(built, small)
+    with pytest.raises(library.BuildError, match="is no videoattn library"):
+        library.open_library(library.build(sources=small))
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(OSError, match=r"text\.so"):
+        library.open_library(tmp_path / "text.so")
+
+
+def test_describe_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "cache"))
+    assert library.describe().startswith("not compiled yet; ")
+    monkeypatch.setenv("VIDEOATTN_NVCC", str(tmp_path / "nvcc"))
+    assert library.describe() == f"none: VIDEOATTN_NVCC names {tmp_path / 'nvcc'}, which is no file"
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_library_needs_nothing_but_libc(built):
     linked = subprocess.run(["ldd", built], capture_output=True, text=True, check=True).stdout
     names = {line.split()[0].split("/")[-1].split(".so")[0] for line in linked.splitlines()}
@@ -175,7 +214,6 @@ def test_the_library_needs_nothing_but_libc(built):
     }
 
 
-@needs_nvcc
 def test_the_library_exports_its_interface_only(built):
     symbols = subprocess.run(
         ["nm", "-D", "--defined-only", built], capture_output=True, text=True, check=True
@@ -186,7 +224,6 @@ def test_the_library_exports_its_interface_only(built):
     assert declared == exported
 
 
-@needs_nvcc
 def test_it_loads_in_a_bare_process(built):
     """No CUDA path in the environment, no torch, no driver: the library says what is missing."""
     code = (
@@ -205,10 +242,8 @@ def test_it_loads_in_a_bare_process(built):
     assert "90a" in info
 
 
-@needs_nvcc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_launch_without_a_driver_says_so(built, monkeypatch):
-    monkeypatch.setenv("VIDEOATTN_CACHE", str(built.parents[2]))
+def test_a_launch_without_a_driver_says_so(built):
     q = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^videoattn kernel: .*(driver|device)"):

@@ -26,7 +26,15 @@ def run(q, k, v, **options):
 """,
     "crashing": "import os\ndef run(q, k, v, **options):\n    os.abort()\n",
     "raising": "def run(q, k, v, **options):\n    raise RuntimeError('illegal memory access')\n",
-    "hanging": "import time\ndef run(q, k, v, **options):\n    time.sleep(1000)\n",
+    # Its own child inherits the output and would outlive it.
+    "hanging": """
+import subprocess, time
+def run(q, k, v, **options):
+    subprocess.Popen(["sleep", "1000"])
+    time.sleep(1000)
+""",
+    "segfaulting": "import ctypes\ndef run(q, k, v, **options):\n    ctypes.string_at(0)\n",
+    "full": "import torch\ndef run(q, k, v, **options):\n    raise torch.OutOfMemoryError('full')\n",
 }
 
 
@@ -54,27 +62,56 @@ def test_a_right_kernel_passes():
     [
         ("wrong", 300, "max"),
         ("wrong_lse", 300, "LSE 2.00e-03"),
-        ("crashing", 60, "status -6"),
-        ("raising", 60, "illegal memory access"),
+        ("crashing", 300, "status -6"),
+        ("raising", 300, "illegal memory access"),
+        ("segfaulting", 300, "status -11"),
         ("hanging", 8, "no answer within 8 s"),
     ],
 )
 def test_a_broken_kernel_fails_and_says_how(kernel_module, name, timeout_s, detail):
     verdict = verify.run_child(kernel_module(name), "cpu", timeout_s)
     assert not verdict.passed
+    assert verdict.final
     assert detail in verdict.detail
+
+
+def test_a_full_or_missing_device_is_no_verdict(kernel_module, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for module, device in ((kernel_module("full"), "cpu"), ("videoattn.kernels.sdpa", "cuda:0")):
+        verdict = verify.run_child(module, device, 300)
+        assert (verdict.passed, verdict.final) == (False, False), verdict.detail
 
 
 def test_verdicts_outlive_the_process_and_belong_to_their_build(tmp_path, monkeypatch):
     monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(verify, "_known", {})
     assert verify.recall(SUBJECT) is None
     verify.remember(SUBJECT, Verdict(True, "fine"))
+    verify._known.clear()  # as another process
     assert verify.recall(SUBJECT) == Verdict(True, "fine")
     for change in ({"gpu": "NVIDIA B200"}, {"driver": "590.1"}, {"build": "ffff"}, {"kernel": "blackwell"}):
         fields = {name: getattr(SUBJECT, name) for name in ("kernel", "gpu", "driver", "build")}
         assert verify.recall(Subject(**{**fields, **change})) is None
     SUBJECT.path.write_text("{half a ver")
     assert verify.recall(SUBJECT) is None
+
+
+def test_what_is_no_verdict_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path))
+    monkeypatch.setattr(verify, "_known", {})
+    verify.remember(SUBJECT, Verdict(False, "no memory is left", final=False))
+    assert verify.recall(SUBJECT) is not None
+    verify._known.clear()
+    assert verify.recall(SUBJECT) is None
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(verify, "_known", {})
+    with pytest.warns(RuntimeWarning, match="later processes run it again"):
+        verify.remember(SUBJECT, Verdict(True, "fine"))
+    assert verify.recall(SUBJECT) == Verdict(True, "fine")
 
 
 def test_problems_poison_what_lengths_hide():

@@ -22,7 +22,7 @@ def supports(call: AttentionCall) -> str | None:
 
 def untrusted(call: AttentionCall) -> str | None:
     """Why `auto` must not bind it yet: no passed self-check for this GPU, driver and build."""
-    return verify.untrusted("blackwell")
+    return verify.untrusted("blackwell", call.device)
 
 
 def run(

@@ -2,7 +2,8 @@
 
 A build is named by the hash of its sources, flags and compiler, so an edit or another compiler makes another
 library. It is compiled beside its place and renamed; processes that want the same build wait for one another.
-Nothing here imports torch or needs a GPU.
+A wheel may bring a compiled library; it serves only if it was built from the sources beside it. Nothing here
+imports torch or needs a GPU.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from videoattn.kernels import abi
 
 NAME = "libvideoattn.so"
 PREBUILT = Path(__file__).with_name("prebuilt") / NAME
-SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+# An installed package carries the sources inside; a checkout has them beside the package.
+PACKAGED = Path(__file__).resolve().parents[1] / "csrc"
+SOURCES = PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1] / "csrc"
 ARCHS = {"hopper": ("90a",), "blackwell": ("100a", "103a")}
+TOOLKIT = Path("/usr/local/cuda/bin/nvcc")
+SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 FLAGS = ("-O3", "-std=c++17", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall")
 LINK_FLAGS = (
     "-shared",
@@ -74,7 +79,7 @@ def find_compiler() -> Compiler:
         home = os.environ.get("CUDA_HOME")
         candidates = [Path(home, "bin", "nvcc")] if home else []
         candidates += [Path(on_path)] if on_path else []
-        candidates += [Path("/usr/local/cuda/bin/nvcc"), *packaged]
+        candidates += [TOOLKIT, *packaged]
     for path in candidates:
         if path.is_file():
             return _ask_version(path, packaged)
@@ -103,7 +108,7 @@ def source_files(sources: Path = SOURCES) -> list[Path]:
     folders = [sources / "common", *(sources / family for family in ARCHS)]
     files = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
     files += list(sources.glob("api.*"))
-    return sorted(path for path in files if path.suffix in {".h", ".cuh", ".cpp", ".cu"})
+    return sorted(path for path in files if path.suffix in SUFFIXES)
 
 
 def architectures(sources: Path = SOURCES) -> tuple[str, ...]:
@@ -113,13 +118,23 @@ def architectures(sources: Path = SOURCES) -> tuple[str, ...]:
     )
 
 
-def build_key(compiler: Compiler, sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str:
-    """Hash of the sources, the flags and the compiler."""
+def source_hash(sources: Path = SOURCES) -> str:
+    """Hash of the library's sources; the library holds the one it was built from."""
     digest = hashlib.sha256()
     for path in source_files(sources):
         digest.update(f"{path.relative_to(sources)}\0".encode() + path.read_bytes() + b"\0")
-    digest.update(json.dumps([FLAGS, LINK_FLAGS, ARCHS, extra_flags, compiler.version]).encode())
     return digest.hexdigest()[:24]
+
+
+def build_key(compiler: Compiler, sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str:
+    """Hash of the sources, the flags and the compiler."""
+    parts = [source_hash(sources), FLAGS, LINK_FLAGS, ARCHS, extra_flags, compiler.version]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def built_path(compiler: Compiler, sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Where `build` puts the library."""
+    return cache_root() / "library" / build_key(compiler, sources, extra_flags) / NAME
 
 
 def build(
@@ -132,8 +147,8 @@ def build(
     if not source_files(sources):
         raise BuildError(f"the kernels' sources are not at {sources}")
     compiler = compiler or find_compiler()
-    folder = cache_root() / "library" / build_key(compiler, sources, extra_flags)
-    target = folder / NAME
+    target = built_path(compiler, sources, extra_flags)
+    folder = target.parent
     if target.is_file():
         return target
     try:
@@ -160,12 +175,14 @@ def _compile(compiler: Compiler, sources: Path, scratch: Path, extra_flags: tupl
     if not archs:
         raise BuildError(f"{sources} holds no kernels")
 
+    source = source_hash(sources)
+
     def compile_unit(unit: Path) -> Path:
         targets = ARCHS.get(unit.parent.name, archs[:1])
         made = scratch / (str(unit.relative_to(sources)).replace("/", "_") + ".o")
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets]
-        define = f"-DVIDEOATTN_ARCHS={' '.join(archs)}"
-        _nvcc(compiler, [*FLAGS, *extra_flags, *codes, define, "-c", str(unit), "-o", str(made)])
+        defines = [f"-DVIDEOATTN_ARCHS={' '.join(archs)}", f"-DVIDEOATTN_SOURCE_HASH={source}"]
+        _nvcc(compiler, [*FLAGS, *extra_flags, *codes, *defines, "-c", str(unit), "-o", str(made)])
         return made
 
     units = [path for path in source_files(sources) if path.suffix in {".cu", ".cpp"}]
@@ -177,13 +194,17 @@ def _compile(compiler: Compiler, sources: Path, scratch: Path, extra_flags: tupl
 
 
 def _nvcc(compiler: Compiler, arguments: list[str]) -> None:
-    done = subprocess.run(
-        [compiler.path, *compiler.flags, *arguments], capture_output=True, text=True, errors="replace"
-    )
+    command = [compiler.path, *compiler.flags, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
         lines = (done.stderr + done.stdout).splitlines()
         first = next((line for line in lines if "error" in line.lower() or "fatal" in line.lower()), None)
         raise BuildError(f"nvcc failed: {first or (lines or ['no message'])[0]}")
+
+
+def extra_flags() -> tuple[str, ...]:
+    """The compiler flags that `$VIDEOATTN_NVCC_FLAGS` adds."""
+    return tuple(shlex.split(os.environ.get("VIDEOATTN_NVCC_FLAGS", "")))
 
 
 def locate() -> Path:
@@ -192,7 +213,7 @@ def locate() -> Path:
     `$VIDEOATTN_NVCC_FLAGS` adds flags and always builds, for instance `-DVIDEOATTN_BOUNDED_WAITS=1000000`,
     with which a barrier that never completes traps and names itself. Raises BuildError.
     """
-    extra = tuple(shlex.split(os.environ.get("VIDEOATTN_NVCC_FLAGS", "")))
+    extra = extra_flags()
     return build(extra_flags=extra) if extra or not PREBUILT.is_file() else PREBUILT
 
 
@@ -203,9 +224,46 @@ _load_lock = Lock()
 def _load() -> tuple[ctypes.CDLL | None, str]:
     try:
         path = locate()
-        return abi.declare(ctypes.CDLL(str(path))), str(path)
+        return open_library(path), str(path)
     except (BuildError, OSError) as error:
         return None, str(error)
+
+
+def open_library(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
+    """Load the library at `path`.
+
+    Raises BuildError if it was built from other sources, or is no library of ours; OSError if it can't be
+    loaded.
+    """
+    library = abi.declare(ctypes.CDLL(str(path)))
+    try:
+        told = json.loads(library.videoattn_build_info())
+    except (AttributeError, ValueError):
+        raise BuildError(f"{path} is no videoattn library") from None
+    if told["api_version"] != abi.VERSION or told.get("source") != source_hash(sources):
+        raise BuildError(
+            f"{path} was built from other sources than {sources}: reinstall videoattn, or delete that file "
+            "to have the kernels compiled here"
+        )
+    return library
+
+
+def describe() -> str:
+    """One line for people: which library serves, or why none does; compiles nothing."""
+    try:
+        place = "in the package"
+        if os.environ.get("VIDEOATTN_NVCC_FLAGS") or not PREBUILT.is_file():
+            compiler = find_compiler()
+            if not built_path(compiler, SOURCES, extra_flags()).is_file():
+                if not source_files():
+                    raise BuildError(f"the kernels' sources are not at {SOURCES}")
+                return f"not compiled yet; {compiler.path} does it at the first use on a GPU"
+            place = "compiled here"
+        told = json.loads(load().videoattn_build_info())
+    except (BuildError, OSError) as error:
+        return f"none: {error}"
+    archs = " ".join(f"sm_{arch}" for arch in told["archs"].split())
+    return f"{place}, for {archs}, CUDA {told['cuda'] // 1000}.{told['cuda'] % 1000 // 10}"
 
 
 def load() -> ctypes.CDLL:

@@ -1,6 +1,7 @@
 """Compiles one kernel file to PTX and reads what ptxas says of it: registers, spills, stack, shared memory.
 
-Results lie in `build/ptx` beside `csrc`, named by the hash of the file, its includes, flags and compiler.
+Results lie in `build/ptx` of a checkout, in the cache for an installed package, named by the hash of the
+file, its includes, flags and compiler.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from videoattn.kernels.library import SOURCES, BuildError, Compiler, find_compiler
+from videoattn.kernels.library import PACKAGED, SOURCES, BuildError, Compiler, cache_root, find_compiler
 
-BUILD = SOURCES.parent / "build" / "ptx"
 FLAGS = ("-std=c++17", "-O3", "-lineinfo")
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -99,7 +99,8 @@ def _compile(source: Path, arch: str, defines: tuple[str, ...]) -> tuple[Path, P
     digest = hashlib.sha256(json.dumps([flags, compiler.version]).encode())
     for path in source_closure(source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    folder = BUILD / f"{source.stem}.{arch}.{digest.hexdigest()[:16]}"
+    builds = cache_root() if SOURCES == PACKAGED else SOURCES.parent / "build"
+    folder = builds / "ptx" / f"{source.stem}.{arch}.{digest.hexdigest()[:16]}"
     ptx, report = folder / f"{source.stem}.ptx", folder / "ptxas.txt"
     if not (ptx.is_file() and report.is_file()):
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from videoattn import kernels as kernel_modules
 from videoattn.dispatch import AttentionCall, KernelUnavailable, Kind, Receipt, choose
+from videoattn.kernels import verify
 from videoattn.processors.base import Processor
 from videoattn.processors.sites import Site, execution_device, models, nominal_call, sites
 from videoattn.processors.stack import Layer, push, remove, stack_of
@@ -21,6 +22,9 @@ def install(target: Any, kernels: Kernels = "auto") -> Handle:
 
     Of a pipeline the text connectors are served too. A later install on the same model takes precedence until
     it is uninstalled. The model's weights, config and diffusers' attention backends are not touched.
+
+    The first install on a GPU, driver and build runs the self-check of the kernels that `auto` could bind, in
+    child processes that end within two minutes; a kernel that fails it is named in a warning and not used.
 
     Args:
         target: a diffusers pipeline with an LTXVideoTransformer3DModel or LTX2VideoTransformer3DModel, or
@@ -46,6 +50,7 @@ def install(target: Any, kernels: Kernels = "auto") -> Handle:
     for part in parts:
         _refuse_sharded(part)
         _require(names, _calls(part, found[id(part)]))
+    _self_check(names, [(part, found[id(part)]) for part in parts])
     layers = []
     for part in parts:
         stack = stack_of(part, found[id(part)])
@@ -147,6 +152,14 @@ def _require(names: dict[Kind, str], calls: dict[Kind, AttentionCall]) -> None:
                 if call.device != "cuda":
                     hint = "; move the model to its GPU, or enable offloading, before install()"
                 raise KernelUnavailable(f"{error}{hint}") from None
+
+
+def _self_check(names: dict[Kind, str], parts: list[tuple[Any, list[Site]]]) -> None:
+    """Let kernels that `auto` could bind here pass their self-check first, where none is remembered."""
+    for model, part in parts:
+        requests = [(names[kind], call) for kind, call in _calls(model, part).items()]
+        if verify.settle(requests, execution_device(model)):
+            choose.cache_clear()
 
 
 def _refuse_sharded(model: Any) -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from videoattn.kernels.library import SOURCES
+
 from .errors import LaunchError
 from .launch import Device, Kernel, Module, Report
 from .scalar import bf16_to_f32, f32_to_bf16
 from .schedule import Schedule
 from .tensormap import TensorMap
 
-LADDER = Path(__file__).resolve().parents[2] / "csrc" / "ladder"
+LADDER = SOURCES / "ladder"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,222 @@
+"""The launcher over a fake CUDA runtime: what it asks, selects, encodes, keeps and launches."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import re
+import threading
+
+import pytest
+import torch
+
+from tests.kernels import fake_cuda
+from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
+from videoattn.kernels import abi, native
+
+
+@pytest.fixture(scope="module")
+def fake():
+    return fake_cuda.FakeCuda()
+
+
+@pytest.fixture(autouse=True)
+def configured(fake):
+    fake.configure()
+
+
+def tensors(q_len=64, kv_len=96, batch=1, heads=2, head_dim=64):
+    shapes = [(batch, n, heads, head_dim) for n in (q_len, kv_len, kv_len, q_len)]
+    return [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+
+
+def attention(fake, call):
+    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    return fake.library.videoattn_attention(ctypes.byref(call), text, abi.MESSAGE_BYTES), text.value.decode()
+
+
+def test_a_launch_is_the_plan(fake):
+    q, k, v, out = tensors()
+    call = native.fill_call(q, k, v, out, scale=0.125, arch=90, num_sms=132, stream=0x1234560)
+    assert attention(fake, call) == (abi.OK, "")
+    (launch,) = fake.launches()
+    made = abi.Plan(struct_bytes=ctypes.sizeof(abi.Plan))
+    assert fake.library.videoattn_plan(ctypes.byref(call), ctypes.byref(made), None, 0) == abi.OK
+    assert launch.kernel == made.kernel
+    assert list(launch.grid) == list(made.grid)
+    assert list(launch.block) == list(made.block)
+    assert launch.dynamic_smem == made.dynamic_smem
+    assert (launch.device, launch.stream, launch.address) == (0, 0x1234560, q.data_ptr())
+    blob = made.params[4]
+    assert bytes(launch.args) == bytes(made.args[blob.offset : blob.offset + 32])
+
+
+def test_every_device_is_asked_and_prepared_once(fake):
+    """Attributes per device, function attributes per kernel and device, maps per call: none twice."""
+    q, k, v, out = tensors(q_len=80)
+    for _ in range(3):
+        for device in (0, 1):
+            call = native.fill_call(q, k, v, out, scale=0.125, device=device)
+            assert attention(fake, call) == (abi.OK, "")
+    counts = fake.counts()
+    assert counts[fake_cuda.ATTRIBUTES] <= 6
+    assert counts[fake_cuda.FUNCTIONS] <= 2
+    assert counts[fake_cuda.MAPS] == 8
+    fake.configure()
+    call = native.fill_call(q, k, v, out, scale=0.5)
+    assert attention(fake, call) == (abi.OK, "")
+    assert fake.counts()[: fake_cuda.MAPS + 1] == [0, 0, 4]
+
+
+def test_the_caller_keeps_its_device(fake):
+    q, k, v, out = tensors()
+    for device, arch in ((0, 90), (1, 100)):
+        call = native.fill_call(q, k, v, out, scale=0.125, device=device, arch=arch, num_sms=132)
+        assert attention(fake, call) == (abi.OK, "")
+        assert fake.library.fake_current_device() == 0
+    assert [launch.device for launch in fake.launches()] == [0, 1]
+    missing = native.fill_call(q, k, v, out, scale=0.125, device=2, arch=90, num_sms=132)
+    status, message = attention(fake, missing)
+    assert status == abi.CUDA_ERROR
+    assert message == "selecting the device: invalid device ordinal"
+    assert fake.library.fake_current_device() == 0
+
+
+def test_the_device_chooses_the_family(fake):
+    """Without an arch the device is asked: device 0 of the fake is an H200, device 1 a B200."""
+    q, k, v, out = tensors(q_len=70)
+    for device in (0, 1):
+        assert attention(fake, native.fill_call(q, k, v, out, scale=0.125, device=device)) == (abi.OK, "")
+    names = [launch.kernel.decode() for launch in fake.launches()]
+    assert [name.split("_")[1] for name in names] == ["hopper", "blackwell"]
+
+
+def test_launch_errors_are_told_and_launch_again(fake):
+    q, k, v, out = tensors(q_len=90)
+    call = native.fill_call(q, k, v, out, scale=0.125, arch=90, num_sms=132)
+    fake.configure(launch_error=700)
+    status, message = attention(fake, call)
+    assert status == abi.CUDA_ERROR
+    assert message.startswith("videoattn_hopper_d64_")
+    fake.configure()
+    assert attention(fake, call) == (abi.OK, "")
+
+
+@pytest.mark.parametrize(("driver", "said"), [(12090, "12.9"), (11080, "11.8")])
+def test_the_driver_floor_is_named(fake, driver, said):
+    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    check = fake.library.videoattn_check_device
+    assert check(0, text, abi.MESSAGE_BYTES) == abi.OK
+    fake.configure(driver=driver)
+    assert check(0, text, abi.MESSAGE_BYTES) == abi.UNSUPPORTED
+    message = text.value.decode()
+    assert f"the driver serves CUDA {said}" in message
+    assert "driver 580 or newer" in message
+    assert f"build with nvcc {driver // 1000}" in message
+
+
+@pytest.mark.parametrize(
+    ("driver", "capability", "reason"),
+    [
+        (12090, (9, 0), "the driver serves CUDA 12.9, this build needs CUDA 13 (driver 580 or newer)"),
+        (0, (9, 0), "no NVIDIA driver answers on this machine"),
+        (13000, (8, 6), "it has no code for compute capability 8.6"),
+    ],
+)
+def test_the_receipt_says_what_a_gpu_lacks(fake, monkeypatch, driver, capability, reason):
+    """An old driver, none, another GPU: `auto` binds SDPA and the kernel's own words are the reason."""
+    monkeypatch.setattr(native.library, "load", lambda: fake.library)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    fake.configure(driver=driver)
+    call = AttentionCall(1, 2, 64, 64, 64, torch.bfloat16, "cuda", capability)
+    choose.cache_clear()
+    choice = choose(call)
+    assert choice.kernel == "sdpa"
+    assert choice.reasons["hopper"].startswith(reason)
+    with pytest.raises(KernelUnavailable, match=re.escape(reason)):
+        choose(call, "hopper")
+    choose.cache_clear()
+
+
+def test_no_driver_is_named(fake):
+    fake.configure(driver=0)
+    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    assert fake.library.videoattn_check_device(0, text, abi.MESSAGE_BYTES) == abi.CUDA_ERROR
+    assert text.value == b"no NVIDIA driver answers on this machine"
+
+
+def test_threads_do_not_mix_their_calls(fake):
+    """Each thread launches more shapes than the cache of calls holds; every launch has its own tensors,
+    stream, device and arguments."""
+    per_thread, rounds = 40, 300
+    wanted: dict[tuple[int, ...], int] = {}
+    calls: list[list[abi.Call]] = []
+    keep = []
+    for thread in range(4):
+        calls.append([])
+        for index in range(per_thread):
+            q, k, v, out = tensors(q_len=8 * index + 8, kv_len=16 * index + 16)
+            lengths = torch.tensor([index], dtype=torch.int32)
+            keep += [q, k, v, out, lengths]
+            device, stream = thread % 2, 0x10000 * (thread + 1)
+            call = native.fill_call(
+                q, k, v, out, scale=0.125, kv_lengths=lengths, device=device, stream=stream
+            )
+            calls[thread].append(call)
+            wanted[device, stream, q.data_ptr(), lengths.data_ptr()] = 0
+    statuses = []
+
+    def work(thread):
+        order = random.Random(thread)
+        for _ in range(rounds):
+            statuses.append(attention(fake, order.choice(calls[thread])))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) == {(abi.OK, "")}
+    launches = fake.launches()
+    assert len(launches) == 4 * rounds
+    for launch in launches:
+        wanted[launch.device, launch.stream, launch.address, launch.args[1]] += 1
+    assert sum(count > 0 for count in wanted.values()) > len(wanted) // 2
+
+
+def test_run_packs_what_the_tensors_say(fake, monkeypatch):
+    """`native.run` as a whole: output layout, copies for TMA, lengths, LSE, scale, stream, split keys."""
+    monkeypatch.setattr(native, "_entry", fake.library.fake_attention)
+    monkeypatch.setattr(native, "num_sms", lambda device: 132)
+    monkeypatch.setattr(native.library, "load", lambda: fake.library)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0x77, raising=False)
+    native.workspace_bytes.cache_clear()
+    fused = torch.randn(2, 64, 3, 4, 64).bfloat16()
+    q, k, v = fused.unbind(2)
+    lengths = torch.tensor([3, 64], dtype=torch.int32)
+    options = {"scale": 0.5, "kv_lengths": lengths, "return_lse": True, "arch": 90}
+    out, lse = native.run(q, k, v, **options)
+    assert out.is_contiguous()
+    assert out.shape == q.shape
+    assert lse is not None
+    assert lse.shape == (2, 4, 64)
+    (launch,) = fake.launches()
+    assert (launch.address, launch.stream) == (q.data_ptr(), 0x77)
+    assert launch.args[0] == lse.data_ptr()
+    assert launch.args[1] == lengths.data_ptr()
+
+    fake.configure()
+    repeated = q[:, :, :1].expand(-1, -1, 4, -1)
+    out, _ = native.run(repeated, k, v, **options)
+    assert out.is_contiguous()
+    assert fake.launches()[0].address not in (0, q.data_ptr())
+
+    fake.configure()
+    short = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
+    long = torch.zeros(1, 20_000, 2, 64, dtype=torch.bfloat16)
+    native.run(short, long, long, scale=0.5, kv_lengths=None, return_lse=False, arch=90)
+    attention_launch, merge = fake.launches()
+    assert attention_launch.grid[0] > 2
+    assert attention_launch.kernel.startswith(b"videoattn_hopper_d64")
+    assert merge.kernel == b"videoattn_merge_d64_bf16"
+    native.workspace_bytes.cache_clear()
