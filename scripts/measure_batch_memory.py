@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from videoattn.batch.plan import plan
-from videoattn.batch.run import Options, run
+from videoattn.batch.run import Local, Options, run
 from videoattn.jobs import Job, JobState, Store, Worker
 
 BLOCK = 10
@@ -103,7 +103,8 @@ def main() -> None:
         job_file.write_text(json.dumps([{**settings, "prompt": prompt} for prompt in prompts]))
         sampler = Sampler()
         started = time.monotonic()
-        outcome = run(plan(job_file), folder / "out", Options(devices=(options.device,), min_free=0), sampler)
+        engine = Local((options.device,))
+        outcome = run(plan(job_file), folder / "out", Options(min_free=0), sampler, engine=engine)
         seconds = time.monotonic() - started
     samples = np.array(sampler.samples, dtype=float)
     ended = f"{len(outcome.done)} jobs done, {len(outcome.failed)} failed"

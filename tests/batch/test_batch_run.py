@@ -3,11 +3,9 @@
 import csv
 import html.parser
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,30 +13,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from tests.batch.batch_process import SMALL, clips, run, start
 from videoattn.jobs import JobState, Store, StoreReader
 from videoattn.render.metadata import read_job
-
-CLI = Path(__file__).with_name("batch_cli.py")
-SMALL = {"width": 64, "height": 64, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 1}
-
-
-def start(*arguments, **options):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    return subprocess.Popen(
-        [sys.executable, str(CLI), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        **options,
-    )
-
-
-def run(*arguments, code=0):
-    process = start(*arguments)
-    text, _ = process.communicate(timeout=600)
-    assert process.returncode == code, text
-    return text
 
 
 @pytest.fixture
@@ -51,10 +28,6 @@ def job_file(tmp_path, ltx_folder):
         return path
 
     return write
-
-
-def clips(folder):
-    return {path.name: path.read_bytes() for path in folder.glob("*.mp4")}
 
 
 class Links(html.parser.HTMLParser):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -16,6 +18,9 @@ from videoattn.batch.problems import JobFileError
 from videoattn.jobs.errors import StoreError
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+
+if TYPE_CHECKING:
+    from videoattn.batch.run import Engine
 
 DONE, FAILED, BAD_FILE = 0, 1, 2
 DEFAULTS = RenderJob()
@@ -38,6 +43,9 @@ def batch(
     timing: bool = False,
     compare: str = "",
     device: str | None = None,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    actors: int | None = None,
     local_files_only: bool = False,
 ) -> int:
     """Render every job of a CSV, JSON Lines or YAML file into a folder.
@@ -68,7 +76,15 @@ def batch(
     compare
         Kernels to run beside the chosen one on the same inputs, comma-separated: flash4,sdpa.
     device
-        cpu, cuda:N or several, comma-separated; by default all GPUs, or the CPU.
+        cpu, cuda:N or several, comma-separated; by default all GPUs, or the CPU. With --engine ray: cuda or
+        cpu.
+    engine
+        local renders on this machine, ray in the actors of a Ray cluster, one a GPU or CPU core.
+    address
+        HOST:PORT of the Ray cluster, or auto; by default RAY_ADDRESS, else a Ray on this machine for this
+        run.
+    actors
+        The number of Ray actors, if not all GPUs or cores are to be used.
     local_files_only
         Never ask the hub.
     """
@@ -91,12 +107,12 @@ def batch(
             jobs,
             settings.model_dump(include=settings.model_fields_set),
             output,
+            _place(engine, device, address, actors),
             dry_run=dry_run,
             resume=resume,
             retries=retries,
             timing=timing,
             compare=_arms(compare),
-            device=device,
             local_files_only=local_files_only,
         )
     except JobFileError as error:
@@ -117,29 +133,29 @@ def _render(
     path: Path,
     defaults: dict[str, Any],
     output: Path,
+    place: _Place,
     *,
     dry_run: bool,
     resume: bool,
     retries: int,
     timing: bool,
     compare: tuple[str, ...],
-    device: str | None,
     local_files_only: bool,
 ) -> int:
     from videoattn.batch.plan import plan
 
-    devices = _devices(device)
-    # A dry run may happen on another machine than the render.
+    engine = None if dry_run else place.engine()
+    # A dry run may happen on another machine than the render, and Ray's actors are on others anyway.
     planned = plan(
         path,
         defaults=defaults,
         local_files_only=local_files_only,
-        device=None if dry_run else devices[0],
+        device=None if dry_run else place.devices[0] if place.devices else None,
         compare=compare,
         warn=_warn,
     )
-    if dry_run:
-        _print_plan(planned, output, devices)
+    if engine is None:
+        _print_plan(planned, output, place.devices or _devices(None))
         return DONE
 
     from videoattn.batch import report
@@ -147,8 +163,8 @@ def _render(
     from videoattn.batch.view import view_for
     from videoattn.jobs import StoreReader
 
-    options = Options(devices, retries, timing, compare, resume, local_files_only)
-    outcome = run(planned, output, options, view_for(err), note=_say)
+    options = Options(retries, timing, compare, resume, local_files_only)
+    outcome = run(planned, output, options, view_for(err), engine=engine, note=_say)
     with StoreReader(output) as store:
         # The run's order avoids reloads; a reader looks for the file's.
         rows = sorted(zip(planned, outcome.ids, strict=True), key=lambda each: each[0].place.row or 0)
@@ -231,6 +247,39 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where to render: the engine, and this machine's devices unless others render."""
+
+    engine: Callable[[], Engine]
+    devices: tuple[str, ...] = ()
+
+
+def _place(engine: str, device: str | None, address: str | None, actors: int | None) -> _Place:
+    if engine == "local":
+        if address is not None or actors is not None:
+            raise UsageError(f"--{'actors' if address is None else 'address'} belongs to --engine ray")
+        from videoattn.batch.run import Local
+
+        devices = _devices(device)
+        return _Place(lambda: Local(devices), devices)
+    if device not in (None, "cuda", "cpu"):
+        raise UsageError(f"--device {device}: with --engine ray give cuda or cpu, Ray chooses which")
+    if actors is not None and actors < 1:
+        raise UsageError(f"--actors {actors}: give 1 or more")
+
+    def connect() -> Engine:
+        try:
+            from videoattn.batch.on_ray import Ray
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise UsageError("--engine ray needs Ray: pip install 'videoattn[cluster]'") from None
+        return Ray(address, device=device, actors=actors)
+
+    return _Place(connect)
 
 
 def _devices(text: str | None) -> tuple[str, ...]:
