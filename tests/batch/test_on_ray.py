@@ -31,8 +31,8 @@ def attempts(folder):
     return []
 
 
-def rendered_on(folder, ip):
-    return sum(each.outcome == "done" and ip in each.worker for each in attempts(folder))
+def count(folder, ip, outcome):
+    return sum(each.outcome == outcome and ip in each.worker for each in attempts(folder))
 
 
 def renderers(folder):
@@ -46,21 +46,23 @@ def renderers(folder):
     return found
 
 
-def test_a_node_and_the_driver_die_and_nothing_is_lost_or_doubled(cluster, tmp_path, ltx_folder):
+def test_a_node_and_the_driver_die_and_nothing_is_lost_or_doubled(cluster, tmp_path, ltx_folder, monkeypatch):
+    # As Ray sets it for an actor with one CPU: more threads add up in another order.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cluster.start_second()
     jobs = tmp_path / "jobs.json"
-    rows = [{"prompt": ["a red ball", "a blue square"], "seeds": "1..40"}]
+    rows = [{"prompt": ["a red ball", "a blue square"], "seeds": "1..15"}]
     jobs.write_text(json.dumps({"defaults": {"model": str(ltx_folder), **SMALL}, "jobs": rows}))
     out, whole = tmp_path / "out", tmp_path / "whole"
     command = (jobs, "-o", out, "--engine", "ray", "--address", cluster.address, "--actors", 2)
 
     first = start(*command)
-    wait_until(lambda: rendered_on(out, HEAD) and rendered_on(out, SECOND), "a clip of each node")
+    wait_until(lambda: count(out, HEAD, "done") and count(out, SECOND, None), "work on both nodes")
     assert len(renderers(out)) == 2
     cluster.kill_second()
     wait_until(lambda: any((each.error or "").startswith("lost: ") for each in attempts(out)), "the loss")
-    before = rendered_on(out, HEAD)
-    wait_until(lambda: rendered_on(out, HEAD) > before + 1, "further clips of the node that is left")
+    before = count(out, HEAD, "done")
+    wait_until(lambda: count(out, HEAD, "done") > before, "a further clip of the node that is left")
     first.send_signal(signal.SIGINT)
     text, _ = first.communicate(timeout=120)
     assert first.returncode == 130, text
@@ -78,11 +80,11 @@ def test_a_node_and_the_driver_die_and_nothing_is_lost_or_doubled(cluster, tmp_p
     text = run(*command)
     assert "done before" in text
     run(jobs, "-o", whole)
-    assert len(clips(whole)) == 80
+    assert len(clips(whole)) == 30
     assert clips(out) == clips(whole)
     with Store(out) as store:
         assert not store.recovered
-        assert store.counts() == dict.fromkeys(JobState, 0) | {JobState.DONE: 80}
+        assert store.counts() == dict.fromkeys(JobState, 0) | {JobState.DONE: 30}
         outcomes = [[each.outcome for each in store.attempts(job.id)] for job in store.all()]
         assert all(each.count("done") == 1 and each[-1] == "done" for each in outcomes)
         assert all(set(each) <= {"done", "interrupted"} for each in outcomes)
@@ -129,7 +131,9 @@ def test_a_silent_actor_is_fenced_off_and_its_clip_never_taken(cluster, tmp_path
         assert store.get(job).failures == 0
         job_renders.write_mp4(tmp_path / "expected.mp4", 3, 16)
         assert store.path(store.get(job)).read_bytes() == (tmp_path / "expected.mp4").read_bytes()
-        assert {path.name for path in store.folder.glob("*.*")} == set(store.get(job).files.values())
+        assert {path.name for path in store.folder.iterdir() if path.is_file()} == set(
+            store.get(job).files.values()
+        )
         how = "streams its clips back" if streamed else "writes into"
         assert sum(how in line for line in said) >= 2
         assert list((store.state_folder / "work").iterdir()) == []

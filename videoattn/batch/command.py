@@ -155,7 +155,7 @@ def _render(
         warn=_warn,
     )
     if engine is None:
-        _print_plan(planned, output, place.devices or _devices(None))
+        _print_plan(planned, output, place)
         return DONE
 
     from videoattn.batch import report
@@ -187,7 +187,7 @@ def _render(
     return outcome.exit_code
 
 
-def _print_plan(planned: list[Any], output: Path, devices: tuple[str, ...]) -> None:
+def _print_plan(planned: list[Any], output: Path, place: _Place) -> None:
     """The dry run's table, and totals."""
     from videoattn.batch.estimate import estimate
     from videoattn.batch.view import duration
@@ -201,6 +201,10 @@ def _print_plan(planned: list[Any], output: Path, devices: tuple[str, ...]) -> N
     for column in ("row", "name", "size", "frames", "steps", "seed", "model", "state", "time", "GPU", "disk"):
         right = column in ("row", "frames", "steps", "seed", "time", "GPU", "disk")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    devices = place.devices or _devices(None)[:1] * place.actors
+    where = ", ".join(devices)
+    if not place.devices:
+        where = f"{place.actors} Ray actor{'s' if place.actors > 1 else ''} as fast as {devices[0]} here"
     estimates = estimate(planned, output, devices[0])
     seconds, disk, todo, unknown, measured = 0.0, 0, 0, 0, True
     for each, needed in zip(planned, estimates, strict=True):
@@ -235,8 +239,7 @@ def _print_plan(planned: list[Any], output: Path, devices: tuple[str, ...]) -> N
     )
     time = duration(seconds / len(devices)) if not unknown else "unknown time"
     out.print(
-        f"{len(planned)} jobs, {todo} to render: {time} on {', '.join(devices)} ({source}), "
-        f"about {_size(disk)} of disk",
+        f"{len(planned)} jobs, {todo} to render: {time} on {where} ({source}), about {_size(disk)} of disk",
         markup=False,
     )
 
@@ -251,10 +254,11 @@ def _size(count: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where to render: the engine, and this machine's devices unless others render."""
+    """Where to render: the engine, and this machine's devices, or so many actors on others."""
 
     engine: Callable[[], Engine]
     devices: tuple[str, ...] = ()
+    actors: int = 1
 
 
 def _place(engine: str, device: str | None, address: str | None, actors: int | None) -> _Place:
@@ -279,7 +283,7 @@ def _place(engine: str, device: str | None, address: str | None, actors: int | N
             raise UsageError("--engine ray needs Ray: pip install 'videoattn[cluster]'") from None
         return Ray(address, device=device, actors=actors)
 
-    return _Place(connect)
+    return _Place(connect, actors=actors or 1)
 
 
 def _devices(text: str | None) -> tuple[str, ...]:
