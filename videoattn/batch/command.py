@@ -198,8 +198,20 @@ def _print_plan(planned: list[Any], output: Path, place: _Place) -> None:
         with StoreReader(output) as store:
             states = {job.name: (job.hash, job.state) for job in store.all()}
     table = Table(box=None, pad_edge=False)
-    for column in ("row", "name", "size", "frames", "steps", "seed", "model", "state", "time", "GPU", "disk"):
-        right = column in ("row", "frames", "steps", "seed", "time", "GPU", "disk")
+    for column in (
+        "row",
+        "name",
+        "size",
+        "frames",
+        "steps",
+        "seed",
+        "model",
+        "state",
+        "time",
+        "memory",
+        "disk",
+    ):
+        right = column in ("row", "frames", "steps", "seed", "time", "memory", "disk")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
     devices = place.devices or _devices(None)[:1] * place.actors
     where = ", ".join(devices)
@@ -227,7 +239,7 @@ def _print_plan(planned: list[Any], output: Path, place: _Place) -> None:
             Text(job.model),
             status,
             "?" if needed.seconds is None else duration(needed.seconds),
-            "" if needed.gpu_bytes is None else _size(needed.gpu_bytes),
+            "?" if needed.memory_bytes is None else _size(needed.memory_bytes),
             _size(needed.disk_bytes),
         )
     # A pipe has no width to keep to: nothing is cut off for those who read the table by a program.
