@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -14,6 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+# Ray's head listens on all interfaces, whatever address it is given: a token keeps everybody else out. Ray
+# reads both when it is imported.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")

@@ -68,6 +68,8 @@ def test_a_node_and_the_driver_die_and_nothing_is_lost_or_doubled(cluster, tmp_p
     assert first.returncode == 130, text
     assert f"renders on {HEAD} and writes into {out}" in text
     assert "lost ray-" in text
+    # The report's paths are all there is on standard output; what Ray says is in its log.
+    assert "(raylet)" not in text
     assert "Traceback" not in text
     wait_until(lambda: not renderers(out), "the end of the actors after Ctrl-C")
 
@@ -139,14 +141,15 @@ def test_a_silent_actor_is_fenced_off_and_its_clip_never_taken(cluster, tmp_path
         assert list((store.state_folder / "work").iterdir()) == []
 
 
-def test_failures_and_crashes_are_those_of_a_local_worker(cluster, tmp_path):
+def test_failures_are_those_of_a_local_worker_and_losses_have_a_limit(cluster, tmp_path):
     engine = Ray(cluster.address, actors=1)
     with Store(tmp_path / "out") as store:
-        a, b, c = ids = store.add(
+        a, b, c, d = ids = store.add(
             [
                 NewJob({"job": {}, "seed": 1, "do": "fail once"}, max_attempts=2),
                 NewJob({"job": {}, "seed": 2, "do": "die"}),
                 NewJob({"job": {}, "seed": 3, "do": "never"}, max_attempts=5),
+                NewJob({"job": {}, "seed": 4, "do": "kill parent"}),
             ]
         )
         (slot,) = engine.slots(store, ids, print)
@@ -160,6 +163,9 @@ def test_failures_and_crashes_are_those_of_a_local_worker(cluster, tmp_path):
         assert (store.get(a).state, store.get(a).attempt) == (JobState.DONE, 2)
         assert "killed by signal 9 (SIGKILL)" in store.get(b).error
         assert (store.get(c).error, store.get(c).attempt) == ("this can never work", 1)
+        # Each time an actor was lost, no fault of the job's; three times is no chance any more.
+        assert (store.get(d).attempt, store.get(d).failures) == (3, 1)
+        assert "its worker process has died; 3 processes were lost" in store.get(d).error
 
 
 def test_a_node_without_the_jobs_files_takes_no_job(cluster, tmp_path):

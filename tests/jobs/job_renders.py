@@ -62,6 +62,9 @@ def behave(job: Job, context: Context) -> Result:
         raise PermanentError("this can never work")
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "kill parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     if what == "exit":
         os._exit(3)
     if what == "hang":

@@ -16,13 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from videoattn.batch.actor import ACTOR, DRIVER, NodeWorker
 from videoattn.batch.run import Slot
@@ -63,14 +63,14 @@ class Ray:
         self._device = device
         self._actors = actors
         self._lease = lease
-        self._connected = False
+        self._taken = ExitStack()
 
     def slots(self, store: Store, todo: Sequence[int], note: Callable[[str], None]) -> list[Slot]:
         """Connect to the cluster and make a slot for each actor.
 
         Raises `RenderError` when the cluster can't be used or has no GPU that was asked for.
         """
-        self._connect()
+        self._connect(store.state_folder / "ray.log")
         device, count = self._room()
         inputs = _local_inputs(store, todo)
         slots = []
@@ -84,19 +84,24 @@ class Ray:
 
     def close(self) -> None:
         """Leave the cluster; actors that are left end with the connection."""
-        if self._connected:
-            ray.shutdown()
-            self._connected = False
+        self._taken.close()
 
-    def _connect(self) -> None:
+    def _connect(self, log: Path) -> None:
+        # Ray prints what it notices about nodes, pages at times, and always to standard output.
+        said = self._taken.enter_context(log.open("a"))
+        self._taken.enter_context(redirect_stdout(said))
         address = self._address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {} if address != "local" else {"include_dashboard": False}
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except (RuntimeError, ValueError, OSError, RayError) as error:
-            raise RenderError(f"cannot use the Ray cluster at {address}: {_first_line(error)}") from None
-        self._connected = True
+            # With an address given, Ray does not look for the token that `ray start` has made.
+            hint = "; if it asks for a token, set RAY_AUTH_MODE=token"
+            if address == "local" or os.environ.get("RAY_AUTH_MODE") == "token":
+                hint = ""
+            raise RenderError(f"cannot use the Ray at {address}: {_first_line(error)}{hint}") from None
+        self._taken.callback(ray.shutdown)
 
     def _room(self) -> tuple[str, int]:
         """The device to render on and the number of actors."""
@@ -313,6 +318,7 @@ def _resolve(address: str | None) -> str:
     """
     if address in (None, "", "local"):
         return "local"
+    given = address
     if address == "auto":
         try:
             address = _CURRENT_CLUSTER.read_text().strip()
@@ -332,7 +338,7 @@ def _resolve(address: str | None) -> str:
         raise RenderError(
             f"cannot reach a Ray cluster at {address} ({reason.lower()}): start one with `ray start --head`"
         ) from None
-    return address
+    return str(given)
 
 
 def _local_inputs(store: Store, todo: Sequence[int]) -> list[str]:
@@ -350,6 +356,8 @@ def _local_inputs(store: Store, todo: Sequence[int]) -> list[str]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What a Ray error says: the last line of a traceback from a node, the first one of anything else."""
+    """What a Ray error says: the last line of an error on a node, the first one of anything else."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return (lines[-1] if "Traceback" in str(error) or "ray::" in lines[0] else lines[0])[:300]
+    line = lines[-1] if isinstance(error, (RayActorError, RayTaskError)) else lines[0]
+    # The cause of a death comes with several sentences of advice.
+    return (line.partition(". ")[0] if isinstance(error, RayActorError) else line)[:300]

@@ -22,7 +22,7 @@ _POLL = 0.5
 _FULL_POLL = 2.0
 _BACKOFF_LIMIT = 60.0
 # A job that was being rendered when this many processes were lost may be what brings them down.
-_LOSSES = 5
+_LOSSES = 3
 LOST = "lost: "
 
 
@@ -262,7 +262,7 @@ class Worker:
         child.kill()
         before = self.store.attempts(attempt.job.id)
         if sum((one.error or "").startswith(LOST) for one in before) + 1 >= _LOSSES:
-            error = f"{LOST}{reason}; it was rendering this job each of {_LOSSES} times"
+            error = f"{LOST}{reason}; {_LOSSES} processes were lost while they rendered this job"
             self._end(self.store.fail, attempt.token, error, retry=False)
             return
         requeue = self._requeue or not self._stopping.is_set()
