@@ -3,8 +3,8 @@
     python scripts/measure_batch_memory.py [--jobs 500] [--model demo]
 
 Renders the jobs through the batch's own run, samples the resident set of both processes as each job ends,
-and prints the slope of a least-squares line after a warm-up, with its 95 % interval from 2000 bootstrap
-resamples of blocks of ten jobs.
+and prints the slope of a least-squares line after a warm-up and over the second half, with its 95 % interval
+from 2000 bootstrap resamples of blocks of ten jobs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 import psutil
 
 from videoattn.batch.plan import plan
-from videoattn.batch.run import Options, run
-from videoattn.jobs import Job, JobState, Store, Worker
+from videoattn.batch.run import Local, Options, run
+from videoattn.jobs import Job, Store, Worker
 
 BLOCK = 10
 
@@ -34,9 +34,10 @@ BLOCK = 10
 class Sampler:
     """A batch's view that notes resident bytes of driver and worker as each job ends."""
 
-    def __init__(self) -> None:
-        self.samples: list[tuple[int, int]] = []
-        self.failed = 0
+    def __init__(self, jobs: int) -> None:
+        # Made beforehand: a list that grows with the jobs would be measured as well.
+        self.samples = np.zeros((jobs, 2))
+        self.taken = 0
         self._workers: Sequence[Worker] = ()
 
     def __enter__(self) -> Self:
@@ -56,11 +57,11 @@ class Sampler:
 
     def ended(self, job: Job) -> None:
         """Take a sample."""
-        self.failed += job.state is not JobState.DONE
         pid = self._workers[0].status.pid if self._workers else None
         if pid is not None:
-            driver = psutil.Process().memory_info().rss
-            self.samples.append((driver, psutil.Process(pid).memory_info().rss))
+            processes = (psutil.Process(), psutil.Process(pid))
+            self.samples[self.taken] = [process.memory_info().rss for process in processes]
+            self.taken += 1
 
 
 def slope(values: np.ndarray) -> tuple[float, float, float]:
@@ -101,21 +102,23 @@ def main() -> None:
         ]
         job_file = folder / "jobs.json"
         job_file.write_text(json.dumps([{**settings, "prompt": prompt} for prompt in prompts]))
-        sampler = Sampler()
+        sampler = Sampler(options.jobs)
         started = time.monotonic()
-        outcome = run(plan(job_file), folder / "out", Options(devices=(options.device,), min_free=0), sampler)
+        engine = Local((options.device,))
+        outcome = run(plan(job_file), folder / "out", Options(min_free=0), sampler, engine=engine)
         seconds = time.monotonic() - started
-    samples = np.array(sampler.samples, dtype=float)
+    samples = sampler.samples[: sampler.taken]
     ended = f"{len(outcome.done)} jobs done, {len(outcome.failed)} failed"
     print(f"{ended}, {seconds:.0f} s, 64x64, 9 frames, 2 steps")
     for column, name in enumerate(("driver", "worker")):
-        values = samples[options.warm_up :, column]
-        each, low, high = slope(values)
-        first, last = values[:20].mean() / 2**20, values[-20:].mean() / 2**20
-        print(
-            f"{name}: {first:.1f} MiB after {options.warm_up} jobs, {last:.1f} MiB at the end, "
-            f"{each:+.2f} KiB a job (95 %: {low:+.2f} to {high:+.2f})"
-        )
+        for begin in (options.warm_up, len(samples) // 2):
+            values = samples[begin:, column]
+            each, low, high = slope(values)
+            first, last = values[:20].mean() / 2**20, values[-20:].mean() / 2**20
+            print(
+                f"{name}: {first:.1f} MiB after {begin} jobs, {last:.1f} MiB at the end, "
+                f"{each:+.2f} KiB a job (95 %: {low:+.2f} to {high:+.2f})"
+            )
     print(f"{datetime.date.today()}, {platform.machine()}, {multiprocessing.cpu_count()} cores")
 
 

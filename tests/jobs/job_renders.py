@@ -29,13 +29,16 @@ def write_mp4(path: Path, seed: int, number: int, between=lambda step: None) -> 
 
 
 def clip(job: Job, context: Context) -> Result:
-    """Payload: seed, frames, delay (seconds per frame)."""
+    """Payload: seed, frames, delay (seconds per frame), gate (a file to wait for in the middle)."""
     payload = job.payload
     number = payload.get("frames", 4)
 
     def between(step: int) -> None:
         time.sleep(payload.get("delay", 0.0))
         context.progress("denoise", step, number)
+        while step == number // 2 and "gate" in payload and not os.path.exists(payload["gate"]):
+            context.check()
+            time.sleep(0.01)
 
     context.progress("denoise", 0, number)
     write_mp4(context.work / "clip.mp4", payload["seed"], number, between)
@@ -59,6 +62,9 @@ def behave(job: Job, context: Context) -> Result:
         raise PermanentError("this can never work")
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "kill parent":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     if what == "exit":
         os._exit(3)
     if what == "hang":

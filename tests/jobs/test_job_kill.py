@@ -91,7 +91,7 @@ def test_twenty_kills_at_random_moments_lose_and_double_nothing(tmp_path, wait_f
         time.sleep(rng.uniform(0, 0.15))
         server.kill()
         added.update(int(job) for job in server.said("added"))
-        wait_for(lambda server=server: all(gone(pid) for pid in server.children()), 10)
+        wait_for(lambda server=server: all(gone(pid) for pid in server.children()))
         with StoreReader(folder) as reader:
             for job in reader.all(JobState.DONE):
                 assert all((folder / name).is_file() for name in job.files.values())
@@ -113,7 +113,7 @@ def test_a_worker_dies_with_its_server(tmp_path, wait_for):
     (pid,) = server.children()
     assert psutil.pid_exists(pid)
     server.kill()
-    wait_for(lambda: gone(pid), 2)
+    wait_for(lambda: gone(pid))
     with Store(tmp_path / "out") as store:
         assert len(store.recovered.interrupted) == 1
         assert [path.name for path in store.folder.iterdir()] == [".videoattn"]
@@ -145,7 +145,7 @@ def test_a_stopped_server_cannot_hold_the_store_through_its_worker(tmp_path, wai
     server.kill()
     with Store(folder) as store:
         assert len(store.recovered.interrupted) == 1
-    wait_for(lambda: gone(pid), 2)
+    wait_for(lambda: gone(pid))
 
 
 def test_a_file_size_limit_holds_the_job_back_and_ends_with_the_limit(tmp_path, wait_for):

@@ -85,14 +85,14 @@ def test_a_result_must_name_files_of_its_own_work_folder(store, start, wait_for)
 
 def test_cancel_running_stops_within_a_step(store, start, wait_for):
     a, b = store.add([NewJob({"seed": 1, "frames": 1000, "delay": 0.05}), NewJob({"seed": 2})])
-    start()
+    worker = start()
     wait_for(lambda: (p := store.progress(a)) is not None and p.step >= 3)
     store.cancel(a)
-    asked = time.monotonic()
-    wait_for(lambda: ended(store, a))
-    # Running to its end would take 47 s more.
-    assert time.monotonic() - asked < 10
+    steps = []
+    wait_for(lambda: (p := store.progress(a)) is None or steps.append(p.step))
+    assert max(steps, default=0) < 1000
     assert store.get(a).state is JobState.CANCELLED
+    assert worker.status.restarts == 0
     wait_for(lambda: ended(store, b))
     assert store.get(b).state is JobState.DONE
     names = {path.name for path in store.folder.iterdir() if path.is_file()}
@@ -104,7 +104,7 @@ def test_cancelling_gets_through_code_that_survives_errors(store, start, wait_fo
     start()
     wait_for(lambda: (p := store.progress(job)) is not None and p.step >= 3)
     store.cancel(job)
-    wait_for(lambda: ended(store, job), 5)
+    wait_for(lambda: ended(store, job))
     assert store.get(job).state is JobState.CANCELLED
 
 
@@ -120,12 +120,14 @@ def test_a_job_that_does_not_stop_is_killed_with_its_worker(store, start, wait_f
 
 
 def test_progress_carries_phase_step_and_remaining_seconds(store, start, wait_for):
-    (job,) = store.add(NewJob({"seed": 1, "frames": 40, "delay": 0.05}))
+    (job,) = store.add(NewJob({"seed": 1, "frames": 1000, "delay": 0.05}))
+    started = time.monotonic()
     start()
     wait_for(lambda: (p := store.progress(job)) is not None and p.step >= 10)
     progress = store.progress(job)
-    assert (progress.phase, progress.of) == ("denoise", 40)
-    assert 0.04 * (40 - progress.step) < progress.remaining < 0.5 * (40 - progress.step)
+    left = 1000 - progress.step
+    assert (progress.phase, progress.of) == ("denoise", 1000)
+    assert 0.04 * left < progress.remaining < (time.monotonic() - started) / progress.step * left
     writes = store._db.total_changes
     wait_for(lambda: store.progress(job).step >= 20)
     assert store._db.total_changes == writes
@@ -162,8 +164,7 @@ def test_stop_kills_what_does_not_stop(store, wait_for):
     wait_for(lambda: (p := store.progress(job)) is not None and p.phase == "denoise")
     began = time.monotonic()
     worker.stop(grace=0.5)
-    # The render sleeps for ten minutes.
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
     assert store.get(job).state is JobState.INTERRUPTED
 
 
@@ -178,12 +179,13 @@ def test_pause_and_resume(store, start, wait_for):
     wait_for(lambda: ended(store, job))
 
 
-def test_a_job_taken_away_from_its_worker_is_not_written_by_it(store, start, wait_for):
-    (job,) = store.add(NewJob({"seed": 1, "frames": 30, "delay": 0.05}))
+def test_a_job_taken_away_from_its_worker_is_not_written_by_it(store, start, wait_for, tmp_path):
+    (job,) = store.add(NewJob({"seed": 1, "gate": str(tmp_path / "gate")}))
     start()
-    wait_for(lambda: (p := store.progress(job)) is not None and p.step >= 2)
+    wait_for(lambda: (p := store.progress(job)) is not None and p.phase == "denoise")
     fence = store.attempts(job)[0].fence
     store.interrupt(Token(job, 1, fence, store.owner), "taken away")
+    (tmp_path / "gate").touch()
     (other,) = store.add(NewJob({"seed": 2}))
     wait_for(lambda: ended(store, other))
     assert store.get(job).state is JobState.INTERRUPTED
@@ -214,14 +216,15 @@ def test_too_little_room_holds_jobs_back(store, start, wait_for):
 
 def test_an_owner_that_was_replaced_stops_and_writes_nothing(tmp_path, wait_for):
     store = Store(tmp_path / "out")
-    (job,) = store.add(NewJob({"seed": 1, "frames": 20, "delay": 0.05}))
+    (job,) = store.add(NewJob({"seed": 1, "gate": str(tmp_path / "gate")}))
     worker = Worker(store, job_renders.behave, min_free=0)
     worker.start()
-    wait_for(lambda: (p := store.progress(job)) is not None and p.step >= 2)
+    wait_for(lambda: (p := store.progress(job)) is not None and p.phase == "denoise")
     # A lock that does not hold (removed by hand, a file system without locks) must not suffice to do harm.
     (store.state_folder / "owner.lock").unlink()
     with Store(tmp_path / "out") as heir:
         assert heir.get(job).state is JobState.INTERRUPTED
+        (tmp_path / "gate").touch()
         wait_for(lambda: worker.status.state == "stopped")
         assert "taken over" in worker.status.reason
         assert heir.get(job).state is JobState.INTERRUPTED
@@ -230,9 +233,11 @@ def test_an_owner_that_was_replaced_stops_and_writes_nothing(tmp_path, wait_for)
     store.close()
 
 
-def test_two_workers_share_the_queue(store, start, wait_for):
-    ids = store.add([NewJob({"seed": seed, "delay": 0.02}) for seed in range(12)])
+def test_two_workers_share_the_queue(store, start, wait_for, tmp_path):
+    ids = store.add([NewJob({"seed": seed, "gate": str(tmp_path / "gate")}) for seed in range(12)])
     start(name="one"), start(name="two")
+    wait_for(lambda: store.counts()[JobState.RUNNING] == 2)
+    (tmp_path / "gate").touch()
     wait_for(lambda: all(ended(store, job) for job in ids))
     assert {store.get(job).state for job in ids} == {JobState.DONE}
     assert {store.get(job).worker for job in ids} == {"one", "two"}

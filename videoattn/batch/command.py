@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -16,6 +18,9 @@ from videoattn.batch.problems import JobFileError
 from videoattn.jobs.errors import StoreError
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+
+if TYPE_CHECKING:
+    from videoattn.batch.run import Engine
 
 DONE, FAILED, BAD_FILE = 0, 1, 2
 DEFAULTS = RenderJob()
@@ -38,6 +43,9 @@ def batch(
     timing: bool = False,
     compare: str = "",
     device: str | None = None,
+    engine: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    actors: int | None = None,
     local_files_only: bool = False,
 ) -> int:
     """Render every job of a CSV, JSON Lines or YAML file into a folder.
@@ -68,7 +76,15 @@ def batch(
     compare
         Kernels to run beside the chosen one on the same inputs, comma-separated: flash4,sdpa.
     device
-        cpu, cuda:N or several, comma-separated; by default all GPUs, or the CPU.
+        cpu, cuda:N or several, comma-separated; by default all GPUs, or the CPU. With --engine ray: cuda or
+        cpu.
+    engine
+        local renders on this machine, ray in the actors of a Ray cluster, one a GPU or CPU core.
+    address
+        HOST:PORT of the Ray cluster, or auto; by default RAY_ADDRESS, else a Ray on this machine for this
+        run.
+    actors
+        The number of Ray actors, if not all GPUs or cores are to be used.
     local_files_only
         Never ask the hub.
     """
@@ -91,12 +107,12 @@ def batch(
             jobs,
             settings.model_dump(include=settings.model_fields_set),
             output,
+            _place(engine, device, address, actors),
             dry_run=dry_run,
             resume=resume,
             retries=retries,
             timing=timing,
             compare=_arms(compare),
-            device=device,
             local_files_only=local_files_only,
         )
     except JobFileError as error:
@@ -117,29 +133,29 @@ def _render(
     path: Path,
     defaults: dict[str, Any],
     output: Path,
+    place: _Place,
     *,
     dry_run: bool,
     resume: bool,
     retries: int,
     timing: bool,
     compare: tuple[str, ...],
-    device: str | None,
     local_files_only: bool,
 ) -> int:
     from videoattn.batch.plan import plan
 
-    devices = _devices(device)
-    # A dry run may happen on another machine than the render.
+    engine = None if dry_run else place.engine()
+    # A dry run may happen on another machine than the render, and Ray's actors are on others anyway.
     planned = plan(
         path,
         defaults=defaults,
         local_files_only=local_files_only,
-        device=None if dry_run else devices[0],
+        device=None if dry_run else place.devices[0] if place.devices else None,
         compare=compare,
         warn=_warn,
     )
-    if dry_run:
-        _print_plan(planned, output, devices)
+    if engine is None:
+        _print_plan(planned, output, place)
         return DONE
 
     from videoattn.batch import report
@@ -147,8 +163,8 @@ def _render(
     from videoattn.batch.view import view_for
     from videoattn.jobs import StoreReader
 
-    options = Options(devices, retries, timing, compare, resume, local_files_only)
-    outcome = run(planned, output, options, view_for(err), note=_say)
+    options = Options(retries, timing, compare, resume, local_files_only)
+    outcome = run(planned, output, options, view_for(err), engine=engine, note=_say)
     with StoreReader(output) as store:
         # The run's order avoids reloads; a reader looks for the file's.
         rows = sorted(zip(planned, outcome.ids, strict=True), key=lambda each: each[0].place.row or 0)
@@ -171,7 +187,7 @@ def _render(
     return outcome.exit_code
 
 
-def _print_plan(planned: list[Any], output: Path, devices: tuple[str, ...]) -> None:
+def _print_plan(planned: list[Any], output: Path, place: _Place) -> None:
     """The dry run's table, and totals."""
     from videoattn.batch.estimate import estimate
     from videoattn.batch.view import duration
@@ -182,9 +198,25 @@ def _print_plan(planned: list[Any], output: Path, devices: tuple[str, ...]) -> N
         with StoreReader(output) as store:
             states = {job.name: (job.hash, job.state) for job in store.all()}
     table = Table(box=None, pad_edge=False)
-    for column in ("row", "name", "size", "frames", "steps", "seed", "model", "state", "time", "GPU", "disk"):
-        right = column in ("row", "frames", "steps", "seed", "time", "GPU", "disk")
+    for column in (
+        "row",
+        "name",
+        "size",
+        "frames",
+        "steps",
+        "seed",
+        "model",
+        "state",
+        "time",
+        "memory",
+        "disk",
+    ):
+        right = column in ("row", "frames", "steps", "seed", "time", "memory", "disk")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    devices = place.devices or _devices(None)[:1] * place.actors
+    where = ", ".join(devices)
+    if not place.devices:
+        where = f"{place.actors} Ray actor{'s' if place.actors > 1 else ''} as fast as {devices[0]} here"
     estimates = estimate(planned, output, devices[0])
     seconds, disk, todo, unknown, measured = 0.0, 0, 0, 0, True
     for each, needed in zip(planned, estimates, strict=True):
@@ -207,7 +239,7 @@ def _print_plan(planned: list[Any], output: Path, devices: tuple[str, ...]) -> N
             Text(job.model),
             status,
             "?" if needed.seconds is None else duration(needed.seconds),
-            "" if needed.gpu_bytes is None else _size(needed.gpu_bytes),
+            "?" if needed.memory_bytes is None else _size(needed.memory_bytes),
             _size(needed.disk_bytes),
         )
     # A pipe has no width to keep to: nothing is cut off for those who read the table by a program.
@@ -219,8 +251,7 @@ def _print_plan(planned: list[Any], output: Path, devices: tuple[str, ...]) -> N
     )
     time = duration(seconds / len(devices)) if not unknown else "unknown time"
     out.print(
-        f"{len(planned)} jobs, {todo} to render: {time} on {', '.join(devices)} ({source}), "
-        f"about {_size(disk)} of disk",
+        f"{len(planned)} jobs, {todo} to render: {time} on {where} ({source}), about {_size(disk)} of disk",
         markup=False,
     )
 
@@ -231,6 +262,40 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where to render: the engine, and this machine's devices, or so many actors on others."""
+
+    engine: Callable[[], Engine]
+    devices: tuple[str, ...] = ()
+    actors: int = 1
+
+
+def _place(engine: str, device: str | None, address: str | None, actors: int | None) -> _Place:
+    if engine == "local":
+        if address is not None or actors is not None:
+            raise UsageError(f"--{'actors' if address is None else 'address'} belongs to --engine ray")
+        from videoattn.batch.run import Local
+
+        devices = _devices(device)
+        return _Place(lambda: Local(devices), devices)
+    if device not in (None, "cuda", "cpu"):
+        raise UsageError(f"--device {device}: with --engine ray give cuda or cpu, Ray chooses which")
+    if actors is not None and actors < 1:
+        raise UsageError(f"--actors {actors}: give 1 or more")
+
+    def connect() -> Engine:
+        try:
+            from videoattn.batch.on_ray import Ray
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise UsageError("--engine ray needs Ray: pip install 'videoattn[cluster]'") from None
+        return Ray(address, device=device, actors=actors)
+
+    return _Place(connect, actors=actors or 1)
 
 
 def _devices(text: str | None) -> tuple[str, ...]:

@@ -27,19 +27,28 @@ _EFFICIENCY = 0.4
 _POSTER_BYTES = 2
 # Live activations of a block in tokens × width: residual, normed, q, k, v, out, hidden layer (4), output.
 _ACTIVATIONS = 12
+# Resident size of a render process beside weights and activations: docs/measured/batch.md.
+_PROCESS_BYTES = 440 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds to render (`measured`: scaled from clips in this folder), bytes of GPU memory and of disk.
+    """Seconds to render (`measured`: scaled from clips in this folder), bytes of memory and of disk.
 
-    Seconds leave loading out; memory is the largest stage's. None where the model's files don't tell.
+    Seconds leave loading out; memory is the device's in the largest stage, main memory for the CPU
+    (`on_gpu` false). None where the model's files don't tell.
     """
 
     seconds: float | None
     measured: bool
-    gpu_bytes: int | None
+    memory_bytes: int | None
     disk_bytes: int
+    on_gpu: bool
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """The memory, if it is a GPU's."""
+        return self.memory_bytes if self.on_gpu else None
 
 
 def estimate(jobs: Sequence[Planned], output: Path, device: str) -> list[Estimate]:
@@ -57,7 +66,8 @@ def estimate(jobs: Sequence[Planned], output: Path, device: str) -> list[Estimat
         seconds = cost(job) * pace if pace is not None else _predicted_seconds(planned, device)
         width, height, frames = job.width or 0, job.height or 0, job.num_frames or 0
         disk = expected_bytes(width, height, frames) + _POSTER_BYTES * width * height
-        found.append(Estimate(seconds, pace is not None, _gpu_bytes(planned, device), disk))
+        memory = _memory_bytes(planned, device)
+        found.append(Estimate(seconds, pace is not None, memory, disk, device != "cpu"))
     return found
 
 
@@ -115,10 +125,8 @@ def _tokens(planned: Planned) -> int:
     return (width // pixels) * (height // pixels) * ((count - 1) // frames + 1)
 
 
-def _gpu_bytes(planned: Planned, device: str) -> int | None:
+def _memory_bytes(planned: Planned, device: str) -> int | None:
     """The larger of denoising and decoding: weights on the device and the activations beside them."""
-    if device == "cpu":
-        return None
     job, folder = planned.job, planned.prepared.source.folder
     transformer, vae, text = (_parameters(folder / part) for part in ("transformer", "vae", "text_encoder"))
     config = _config(folder, "transformer")
@@ -130,9 +138,13 @@ def _gpu_bytes(planned: Planned, device: str) -> int | None:
         weights //= config["num_layers"]
     width = config["num_attention_heads"] * config["attention_head_dim"]
     samples = 1 + is_guided(job)
-    denoise = weights + samples * _tokens(planned) * width * item * _ACTIVATIONS
+    activations = samples * _tokens(planned) * width * item * _ACTIVATIONS
+    denoise = weights + activations
     # A decoded clip in the compute dtype, and as much again in the last blocks.
-    decode = vae * item + 2 * 3 * (job.width or 0) * (job.height or 0) * (job.num_frames or 0) * item
+    pixels = 2 * 3 * (job.width or 0) * (job.height or 0) * (job.num_frames or 0) * item
+    decode = vae * item + pixels
+    if device == "cpu":
+        return _PROCESS_BYTES + weights + (vae + text) * item + max(activations, pixels)
     if job.offload == "none":
         return max(text * item, denoise + vae * item, weights + decode)
     return max(text * item if job.offload == "model" else 0, denoise, decode)

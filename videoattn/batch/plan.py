@@ -21,6 +21,9 @@ from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 
 _OPTION = re.compile(r"--([a-z][a-z-]+)")
+_NAME = re.compile(r"[a-z_]+")
+# Columns that name something outside the job file, which a message about it quotes.
+_PLACES = ("model", "components", "upsampler", "image")
 _WORDS = re.compile(r"[^a-z0-9]+")
 # A different value of one of these means another model in memory.
 _LOADS = (
@@ -94,7 +97,7 @@ def plan(
         try:
             prepared = check(draft.job, local_files_only=local_files_only, warn=warn_once)
         except (UsageError, RenderError) as error:
-            _note(error, draft.place, problems)
+            problems.add(draft.place, _column(str(error), draft.job), str(error))
             continue
         if device is not None and (compare or draft.job.attention != "auto"):
             _check_kernels(prepared, device, compare, draft.place, problems)
@@ -186,10 +189,15 @@ def _check_kernels(
         problems.add(place, None, str(error))
 
 
-def _note(error: Exception, place: Place, problems: Problems) -> None:
-    option = _OPTION.search(str(error))
-    column = option[1].replace("-", "_") if option else None
-    problems.add(place, column if column in RenderJob.model_fields else None, str(error))
+def _column(message: str, job: RenderJob) -> str | None:
+    """The column that a check complains about: named as an option, quoted by its value, or named as such."""
+    options = [name.replace("-", "_") for name in _OPTION.findall(message)]
+    places = [name for name in _PLACES if getattr(job, name) and str(getattr(job, name)) in message]
+    said = _NAME.findall(message.partition(":")[0].replace("this model", ""))
+    for name in (*options, *places, *said):
+        if name in RenderJob.model_fields:
+            return name
+    return None
 
 
 def _name(job: RenderJob, hashed: str) -> str:

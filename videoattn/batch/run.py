@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import Protocol, Self
 from videoattn.batch.plan import Planned
 from videoattn.jobs import Job, JobState, NewJob, Store, Worker
 from videoattn.jobs.model import RETRYABLE
+from videoattn.jobs.process import ChildProcess, Launch
 from videoattn.jobs.rendering import LOOKAHEAD, identify, new_job, render_job
 
 _POLL = 0.1
@@ -23,7 +25,6 @@ _PATIENCE = 5.0
 class Options:
     """How a batch is run; `retries` counts further attempts after a failure of one run."""
 
-    devices: tuple[str, ...] = ("cpu",)
     retries: int = 1
     timing: bool = False
     compare: tuple[str, ...] = ()
@@ -56,6 +57,41 @@ class Outcome:
         return 1 if self.failed or self.left or self.stopped else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Room for one worker: its name, the device that its process is told, and what starts the process."""
+
+    name: str
+    device: str
+    launch: Launch = ChildProcess
+
+
+class Engine(Protocol):
+    """Where a batch renders."""
+
+    def slots(self, store: Store, todo: Sequence[int], note: Callable[[str], None]) -> list[Slot]:
+        """Room for the workers of these jobs, at most one for each; called once, with something to do."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what `slots` has taken."""
+        ...
+
+
+class Local:
+    """One child process for each device of this machine."""
+
+    def __init__(self, devices: Sequence[str] = ("cpu",)) -> None:
+        self._devices = devices
+
+    def slots(self, store: Store, todo: Sequence[int], note: Callable[[str], None]) -> list[Slot]:
+        """A slot for each device."""
+        return [Slot(device, device) for device in self._devices[: len(todo)]]
+
+    def close(self) -> None:
+        """The processes have ended with their workers."""
+
+
 class View(Protocol):
     """What a run shows itself on."""
 
@@ -84,9 +120,10 @@ def run(
     options: Options,
     view: View,
     *,
+    engine: Engine | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Render what is missing or changed in `output`.
+    """Render what is missing or changed in `output`, by default on this machine's CPU.
 
     Ctrl-C stops within a denoise step, a second one at once; either way nothing is lost and the outcome
     says `interrupted`. Raises `StoreBusy` while another run or a web page uses the folder, and `StoreError`
@@ -95,27 +132,19 @@ def run(
     with Store(output, identify=identify) as store:
         _say_recovered(store, note)
         ids, todo = synchronise(store, jobs, options, note)
-        workers = [
-            Worker(
-                store,
-                render_job,
-                device=device,
-                options={"local_files_only": options.local_files_only},
-                min_free=options.min_free,
-                lookahead=LOOKAHEAD,
-            )
-            for device in options.devices[: max(1, len(todo))]
-        ]
         interrupted, stopped = False, None
-        with view:
-            view.begin(store, todo, len(ids) - len(todo))
-            try:
-                if todo:
-                    stopped = _work(store, todo, workers, view)
-            except KeyboardInterrupt:
-                interrupted = True
-            finally:
-                _stop(workers, at_once=stopped is not None)
+        with closing(engine or Local()) as place:
+            slots = place.slots(store, todo, note) if todo else []
+            workers = [_worker(store, slot, options) for slot in slots]
+            with view:
+                view.begin(store, todo, len(ids) - len(todo))
+                try:
+                    if todo:
+                        stopped = _work(store, todo, workers, view)
+                except KeyboardInterrupt:
+                    interrupted = True
+                finally:
+                    _stop(workers, at_once=stopped is not None)
         return _outcome(store, ids, set(todo), interrupted, stopped)
 
 
@@ -177,6 +206,19 @@ def _new_job(planned: Planned, options: Options) -> NewJob:
     )
 
 
+def _worker(store: Store, slot: Slot, options: Options) -> Worker:
+    return Worker(
+        store,
+        render_job,
+        device=slot.device,
+        name=slot.name,
+        options={"local_files_only": options.local_files_only},
+        min_free=options.min_free,
+        lookahead=LOOKAHEAD,
+        launch=slot.launch,
+    )
+
+
 def _work(store: Store, todo: Sequence[int], workers: Sequence[Worker], view: View) -> str | None:
     """Wait until everything has ended; returns why it can't go on, or None."""
     for worker in workers:
@@ -208,6 +250,8 @@ def _stop(workers: Sequence[Worker], *, at_once: bool) -> None:
     grace = 0.0 if at_once else 15.0
     while True:
         try:
+            for worker in workers:
+                worker.ask_to_stop(requeue=True, grace=grace)
             for worker in workers:
                 worker.stop(requeue=True, grace=grace)
             return

@@ -143,12 +143,13 @@ class LiveTable:
         for worker in self._workers:
             status = worker.status
             job_id = status.job
+            name = worker.name if status.where is None else f"{worker.name} on {status.where}"
             progress = store.progress(job_id) if store is not None and job_id is not None else None
             if store is None or job_id is None or progress is None:
-                table.add_row(worker.name, Text(status.reason or status.state), "", "", "")
+                table.add_row(Text(name), Text(status.reason or status.state), "", "", "")
                 continue
             table.add_row(
-                worker.name,
+                Text(name),
                 Text(store.get(job_id).name, overflow="ellipsis", no_wrap=True),
                 LABELS.get(progress.phase, progress.phase),
                 ProgressBar(total=progress.of or 1, completed=progress.step, width=24),

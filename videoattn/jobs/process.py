@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from videoattn.jobs.child import resolve
 from videoattn.jobs.errors import StoreError
@@ -21,12 +21,86 @@ from videoattn.jobs.errors import StoreError
 _LOG_BYTES = 4 << 20
 
 
+class RenderProcess(Protocol):
+    """Where a worker's jobs are rendered: a process beside it, or one that it reaches through a cluster."""
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process on its machine; None while there is none."""
+        ...
+
+    @property
+    def where(self) -> str | None:
+        """The machine, None for this one."""
+        ...
+
+    def send(self, **message: Any) -> None:
+        """Send a message; one to a dead process is dropped, its death is received instead."""
+        ...
+
+    def receive(self, timeout: float) -> dict[str, Any] | None:
+        """The next message, None after `timeout` seconds without.
+
+        The last one is `exit`, or `lost` with a `reason` when nobody knows whether the process still runs.
+        """
+        ...
+
+    def wait_until_ready(
+        self, timeout: float, stopping: threading.Event, say: Callable[[str], None]
+    ) -> str | None:
+        """Wait until jobs can be sent; returns what is wrong, or None. `say` receives what is waited for."""
+        ...
+
+    def deliver(self, fence: int, work: Path) -> None:
+        """Make the files of a complete attempt appear in its work folder.
+
+        Raises `OSError` when they can't be written here, and `ProcessLost`.
+        """
+        ...
+
+    def alive(self) -> bool:
+        """Whether further jobs can be sent."""
+        ...
+
+    def fate(self) -> str:
+        """How a process that has sent `exit` ended, in words."""
+        ...
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ...
+
+    def stop(self, grace: float = 2.0) -> None:
+        """Ask an idle process to end, kill it if it has not after `grace` seconds."""
+        ...
+
+
+class Launch(Protocol):
+    """Starts a render process: `ChildProcess`, or what an engine puts in its place."""
+
+    def __call__(
+        self,
+        render: str,
+        *,
+        device: str,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str] | None,
+        log_file: Path,
+    ) -> RenderProcess: ...
+
+
+class ProcessLost(Exception):
+    """The process can't be reached; it may still run, so what it was doing must be fenced off."""
+
+
 class ChildProcess:
     """A running `videoattn.jobs.child`, in a session of its own, its prints in `log_file`.
 
-    `render` is `module:function`. Must be made by a thread that lives as long as the child is to live: the
-    kernel's death signal follows the thread that started the process.
+    `render` is `module:function`, `folder` the child's current folder. Must be made by a thread that lives
+    as long as the child is to live: the kernel's death signal follows the thread that started the process.
     """
+
+    where = None
 
     def __init__(
         self,
@@ -36,6 +110,7 @@ class ChildProcess:
         options: Mapping[str, Any],
         environment: Mapping[str, str] | None,
         log_file: Path,
+        folder: str | None = None,
     ) -> None:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._sending = threading.Lock()
@@ -52,37 +127,34 @@ class ChildProcess:
                 stderr=output,
                 env=os.environ | {"PYTHONPATH": path} | dict(environment or {}),
                 start_new_session=True,
+                cwd=folder,
             )
         self.pid = self._process.pid
         threading.Thread(target=self._listen, name=f"child {self.pid}", daemon=True).start()
         self.send(type="hello", render=render, device=device, options=dict(options))
 
     def send(self, **message: Any) -> None:
-        """Send a message; one to a dead child is dropped, its death is received instead."""
+        """As `RenderProcess.send`."""
         assert self._process.stdin is not None
         with self._sending, suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        """The child's next message, None after `timeout` seconds without; the last one is `exit`."""
+        """As `RenderProcess.receive`."""
         try:
             return self._messages.get(timeout=timeout)
         except queue.Empty:
             return None
 
-    def wait_until_ready(self, timeout: float, stopping: threading.Event) -> str | None:
+    def wait_until_ready(
+        self, timeout: float, stopping: threading.Event, say: Callable[[str], None]
+    ) -> str | None:
         """Wait for the render function to be imported; returns what is wrong, or None."""
-        deadline = time.monotonic() + timeout
-        while not stopping.is_set():
-            message = self.receive(0.1)
-            if message is not None:
-                if message["type"] == "ready":
-                    return None
-                return message.get("error") or f"the worker process {self.fate()}"
-            if time.monotonic() > deadline:
-                return f"the worker process was not ready after {timeout:g} s"
-        return "the worker is stopping"
+        return wait_for_ready(self, timeout, stopping)
+
+    def deliver(self, fence: int, work: Path) -> None:
+        """The child has written them there itself."""
 
     def alive(self) -> bool:
         """Whether the process still runs."""
@@ -133,6 +205,20 @@ class ChildProcess:
             file.seek(max(self._log_start, end - 2000))
             lines = file.read().decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else ""
+
+
+def wait_for_ready(process: RenderProcess, timeout: float, stopping: threading.Event) -> str | None:
+    """Wait for the child's first message; returns what is wrong, or None."""
+    deadline = time.monotonic() + timeout
+    while not stopping.is_set():
+        message = process.receive(0.1)
+        if message is not None:
+            if message["type"] == "ready":
+                return None
+            return message.get("error") or message.get("reason") or f"the worker process {process.fate()}"
+        if time.monotonic() > deadline:
+            return f"the worker process was not ready after {timeout:g} s"
+    return "the worker is stopping"
 
 
 def import_name(render: Callable[..., Any] | str) -> str:

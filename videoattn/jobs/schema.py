@@ -77,6 +77,8 @@ def connect(path: Path, *, write: bool) -> sqlite3.Connection:
         # FULL: a finished job must outlive a power cut, and a job costs two commits in all.
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")
+        # KiB: the default of 2000 a connection fills over hundreds of jobs, and the system caches the file.
+        db.execute("PRAGMA cache_size = -256")
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and write:
             db.executescript(f"BEGIN IMMEDIATE;{TABLES}PRAGMA user_version = {VERSION};COMMIT;")

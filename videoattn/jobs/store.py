@@ -289,13 +289,17 @@ class Store(StoreReader, LiveState):
 
     def work_folder(self, token: Token) -> Path:
         """Where the attempt writes; made empty here, removed when the attempt ends."""
-        work = self._work(token.fence)
+        work = self.work(token)
         outputs.discard(work)
         try:
             work.mkdir()
         except OSError as error:
             raise _cannot_write(self.folder, error) from error
         return work
+
+    def work(self, token: Token) -> Path:
+        """The path of that folder."""
+        return self._work(token.fence)
 
     def finish(self, token: Token) -> Job:
         """End an attempt whose work folder is complete: publish its files and record its result.

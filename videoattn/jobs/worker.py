@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from videoattn.jobs.child import RenderFunction
-from videoattn.jobs.errors import OwnershipLost, StaleToken, StoreError, StoreFull
+from videoattn.jobs.errors import OwnershipLost, StaleToken, StoreError, StoreFull, is_disk_full
 from videoattn.jobs.model import Job, JobState, Progress, Token
-from videoattn.jobs.process import ChildProcess, import_name
+from videoattn.jobs.process import ChildProcess, Launch, ProcessLost, RenderProcess, import_name
 from videoattn.jobs.store import Store
 
 log = logging.getLogger(__name__)
@@ -21,17 +21,24 @@ log = logging.getLogger(__name__)
 _POLL = 0.5
 _FULL_POLL = 2.0
 _BACKOFF_LIMIT = 60.0
+# A job that was being rendered when this many processes were lost may be what brings them down.
+_LOSSES = 3
+LOST = "lost: "
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a worker is doing: `starting`, `idle`, `busy`, `paused` (with the reason) or `stopped`."""
+    """What a worker is doing: `starting`, `idle`, `busy`, `paused` (with the reason) or `stopped`.
+
+    `pid` is its render process, `where` the machine of that when it is another one.
+    """
 
     state: str
     reason: str | None = None
     job: int | None = None
     pid: int | None = None
     restarts: int = 0
+    where: str | None = None
 
 
 class _Attempt:
@@ -50,7 +57,7 @@ class Worker:
     `Result`. `options` (JSON-able) reach it as `context.options`. A cancelled job that has not stopped
     `cancel_grace` seconds later is killed with its child. `lookahead` pending jobs are shown to the
     function as `context.upcoming`. No job is taken while less than `min_free` bytes are free. The child is
-    restarted after a crash, and dies with this process.
+    restarted after a crash, and dies with this process. `launch` starts it, here or on another machine.
     """
 
     def __init__(
@@ -66,11 +73,12 @@ class Worker:
         start_timeout: float = 300.0,
         min_free: int = 256 << 20,
         lookahead: int = 0,
+        launch: Launch = ChildProcess,
     ) -> None:
         self.store = store
         self.name = name or device
         render_name = import_name(render)
-        self._make_child: Callable[[], ChildProcess] = lambda: ChildProcess(
+        self._make_child: Callable[[], RenderProcess] = lambda: launch(
             render_name,
             device=device,
             options=dict(options or {}),
@@ -81,7 +89,7 @@ class Worker:
         self._start_timeout = start_timeout
         self._min_free = min_free
         self._lookahead = lookahead
-        self._child: ChildProcess | None = None
+        self._child: RenderProcess | None = None
         self._attempt: _Attempt | None = None
         self._stopping = threading.Event()
         self._paused: str | None = None
@@ -115,13 +123,17 @@ class Worker:
         The job becomes interrupted, or pending again with `requeue`. A child that has not stopped after
         `grace` seconds is killed. May be called again, from another thread too, with a shorter grace.
         """
+        self.ask_to_stop(requeue=requeue, grace=grace)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def ask_to_stop(self, *, requeue: bool = False, grace: float = 10.0) -> None:
+        """Begin what `stop` does, without waiting."""
         self._requeue = requeue
         self._stop_grace = grace
         self._stopping.set()
         if (attempt := self._attempt) is not None:
             self._ask_to_stop(attempt, grace)
-        if self._thread.ident is not None:
-            self._thread.join()
 
     # The worker's thread
 
@@ -152,7 +164,8 @@ class Worker:
             self._stopping.wait(_POLL)
             return
         try:
-            claimed = self.store.claim(self.name) if self.store.has_pending() else None
+            name = self.name if child.where is None else f"{self.name} on {child.where}"
+            claimed = self.store.claim(name) if self.store.has_pending() else None
         except StoreFull as error:
             self._set(replace(self._status, state="paused", reason=str(error), job=None))
             self._stopping.wait(_FULL_POLL)
@@ -163,7 +176,7 @@ class Worker:
             return
         self._work(child, *claimed)
 
-    def _work(self, child: ChildProcess, job: Job, token: Token) -> None:
+    def _work(self, child: RenderProcess, job: Job, token: Token) -> None:
         attempt = _Attempt(job, token)
         self._set(replace(self._status, state="busy", reason=None, job=job.id))
         try:
@@ -184,7 +197,7 @@ class Worker:
         finally:
             self._attempt = None
 
-    def _follow(self, child: ChildProcess, attempt: _Attempt) -> None:
+    def _follow(self, child: RenderProcess, attempt: _Attempt) -> None:
         """Read the child's messages until the attempt has ended."""
         token = attempt.token
         while True:
@@ -201,12 +214,15 @@ class Worker:
             if kind == "exit":
                 self._end_crashed(child, attempt)
                 return
+            if kind == "lost":
+                self._end_lost(child, attempt, message["reason"])
+                return
             if message.get("fence") != token.fence:
                 continue
             if kind == "progress":
                 self.store.set_progress(token, Progress(**message["progress"]))
             elif kind == "done":
-                self._end(self.store.finish, token)
+                self._end_done(child, attempt)
                 return
             elif kind == "cancelled":
                 self._end_stopped(attempt, "the worker was stopped")
@@ -225,7 +241,34 @@ class Worker:
         requeue = self._requeue
         self._end(self.store.interrupt, attempt.token, reason, requeue=requeue)
 
-    def _end_crashed(self, child: ChildProcess, attempt: _Attempt) -> None:
+    def _end_done(self, child: RenderProcess, attempt: _Attempt) -> None:
+        work = self.store.work(attempt.token)
+
+        def finish(token: Token) -> None:
+            try:
+                child.deliver(token.fence, work)
+            except OSError as error:
+                kind = StoreFull if is_disk_full(error) else StoreError
+                raise kind(f"cannot write to {self.store.folder}: {error}") from error
+            self.store.finish(token)
+
+        try:
+            self._end(finish, attempt.token)
+        except ProcessLost as error:
+            self._end_lost(child, attempt, str(error))
+
+    def _end_lost(self, child: RenderProcess, attempt: _Attempt, reason: str) -> None:
+        """Void the token of a process that may still be rendering, and give the job to another one."""
+        child.kill()
+        before = self.store.attempts(attempt.job.id)
+        if sum((one.error or "").startswith(LOST) for one in before) + 1 >= _LOSSES:
+            error = f"{LOST}{reason}; {_LOSSES} processes were lost while they rendered this job"
+            self._end(self.store.fail, attempt.token, error, retry=False)
+            return
+        requeue = self._requeue or not self._stopping.is_set()
+        self._end(self.store.interrupt, attempt.token, f"{LOST}{reason}", requeue=requeue)
+
+    def _end_crashed(self, child: RenderProcess, attempt: _Attempt) -> None:
         if self._stopping.is_set():
             self._end_stopped(attempt, "the worker was stopped")
         else:
@@ -254,7 +297,7 @@ class Worker:
         self._set(replace(self._status, state="paused", reason=reason))
         self._stopping.wait(_FULL_POLL)
 
-    def _ready_child(self) -> ChildProcess | None:
+    def _ready_child(self) -> RenderProcess | None:
         """A child that can take a job; None when it could not be started, after a growing pause."""
         if self._child is not None and self._child.alive():
             return self._child
@@ -268,9 +311,10 @@ class Worker:
             self._child, problem = None, f"the worker process could not be started: {error}"
         else:
             self._set(replace(self._status, pid=self._child.pid))
-            problem = self._child.wait_until_ready(self._start_timeout, self._stopping)
+            problem = self._child.wait_until_ready(self._start_timeout, self._stopping, self._waiting)
             if problem is None:
                 self._failed_starts = 0
+                self._set(replace(self._status, reason=None, pid=self._child.pid, where=self._child.where))
                 return self._child
             self._child.stop()
         if not self._stopping.is_set():
@@ -278,6 +322,9 @@ class Worker:
             self._set(replace(self._status, state="paused", reason=problem, pid=None))
             self._stopping.wait(min(_BACKOFF_LIMIT, 2.0 ** (self._failed_starts - 1)))
         return None
+
+    def _waiting(self, reason: str) -> None:
+        self._set(replace(self._status, reason=reason))
 
     def _upcoming(self) -> list[Job]:
         if not self._lookahead:
