@@ -65,6 +65,10 @@ struct Consumer {
             if constexpr (!kOverQueries) {
                 __syncwarp();
                 release(smem.q_empty(group));
+            } else if (step == 0) {
+                // No output waits for the place: it goes on to the next queries. Later ones make room for an output.
+                named_sync(1 + group, 128);
+                if (threadIdx.x % 128 == 0) barrier_arrive(smem.q_empty(group));
             }
         }
     }
