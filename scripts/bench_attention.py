@@ -60,6 +60,12 @@ class Shape:
         return f"{self.batch},{self.heads},{self.q_len},{self.kv_len},{self.head_dim}"
 
 
+def parse_shape(text: str) -> Shape:
+    """The shape of `B,H,Sq,Skv,D`, named by that text.  Raises ValueError."""
+    batch, heads, q_len, kv_len, head_dim = (int(word) for word in text.split(","))
+    return Shape(batch, heads, q_len, kv_len, head_dim, text)
+
+
 GROUPS: dict[str, list[Shape]] = {
     "paper": [
         Shape(8, 16, 4096, 4096, 128, "paper 4k"),
@@ -426,8 +432,7 @@ def main() -> int:
         print("bench_attention needs an NVIDIA GPU", file=sys.stderr)
         return 1
     shapes = [shape for group in options.shapes for shape in GROUPS[group]]
-    for text in options.shape:
-        shapes.append(Shape(*(int(word) for word in text.split(",")), name=text))
+    shapes += [parse_shape(text) for text in options.shape]
     if not shapes:
         shapes = [shape for group in GROUPS.values() for shape in group]
 

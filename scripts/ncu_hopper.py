@@ -50,10 +50,10 @@ def child(arm: str, shape: bench.Shape) -> None:
         for _ in range(3):
             bench.ARMS[arm](*inputs[0])
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaProfilerStart()
+        torch.cuda.profiler.start()
         bench.ARMS[arm](*inputs[-1])
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaProfilerStop()
+        torch.cuda.profiler.stop()
 
 
 def available(ncu: str) -> set[str]:
@@ -92,7 +92,7 @@ def main() -> int:
     if options.child:
         arm, text = options.child
         sys.argv = sys.argv[:1]  # the DSL under flash4 reads the command line
-        child(arm, bench.Shape(*(int(word) for word in text.split(","))))
+        child(arm, bench.parse_shape(text))
         return 0
     ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if ncu is None:

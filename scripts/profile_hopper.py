@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import bench_attention as bench
 import tune_hopper
 
 from videoattn.kernels import abi, library, native, plan, simulated
@@ -178,12 +179,14 @@ def main() -> int:
     if not options.simulate and not torch.cuda.is_available():
         print("profile_hopper needs an NVIDIA GPU; --simulate shows the order without one", file=sys.stderr)
         return 1
-    batch, heads, q_len, kv_len, head_dim = (int(word) for word in options.shape.split(","))
+    shape = bench.parse_shape(options.shape)
     device = "cpu" if options.simulate else "cuda"
     generator = torch.Generator(device=device).manual_seed(0)
     q, k, v = (
-        torch.randn(batch, length, heads, head_dim, generator=generator, device=device).to(torch.bfloat16)
-        for length in (q_len, kv_len, kv_len)
+        torch.randn(shape.batch, length, shape.heads, shape.head_dim, generator=generator, device=device).to(
+            torch.bfloat16
+        )
+        for length in (shape.q_len, shape.kv_len, shape.kv_len)
     )
     library.FLAGS = (*library.FLAGS, "-DVIDEOATTN_PROFILE")
     plan.FLAGS = (*plan.FLAGS, "-DVIDEOATTN_PROFILE")
