@@ -14,6 +14,9 @@
 // Barriers (arrivals): q_full[g] 1 (the loader) + bytes; q_empty[g] 4 (a lane of each warp of consumer g);
 // k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
+// In a cluster each CTA loads a slice of every K and V tile into both CTAs, so a buffer is free once the consumers of
+// both have arrived: k_empty and v_empty collect the arrivals of two CTAs, everything else stays inside one.
+// Where O is staged over Q, q_empty[g] has one arrival: by consumer g once the copy engine has read its O.
 // Named barriers: 1 + g: all 128 threads of consumer g; 4 + g: consumer g's turn to issue (its own 128 threads wait,
 // those of its predecessor arrive).
 
@@ -31,7 +34,8 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
                                           const CUtensorMap& o_map, const Args& args) {
     extern __shared__ __align__(1024) uint8_t raw_smem[];
     const Shared<C> smem{shared_address(raw_smem)};
-    if (smem.base % 1024 != 0) __trap();  // the swizzle is a function of the address; nothing promises what .align asks for
+    // The swizzle is a function of the address. Rounding up here would cost the hot loop its uniform registers.
+    if (smem.base % 1024 != 0) __trap();
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {

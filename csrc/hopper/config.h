@@ -15,9 +15,9 @@ constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup: the M o
 
 // Where a finished tile of O waits for its way to global memory.
 enum class Output {
-    kOwnBuffer,   // staged in shared memory of its own
+    kOwnBuffer,    // staged in shared memory of its own
     kQueryBuffer,  // staged where the tile's Q lay; needs kQInRegisters
-    kRegisters,   // not staged: threads store 16-byte pieces
+    kRegisters,    // not staged: threads store 16-byte pieces
 };
 
 // What a configuration may choose; scripts/tune_hopper.py builds the kernel with other choices.

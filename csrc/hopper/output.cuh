@@ -104,13 +104,15 @@ struct Rows {
         for (int i = 0; i < kGroupRows * kPieces / 128; ++i) {
             const int piece = 128 * i + threadIdx.x % 128;
             const int query = tile.row + group * kGroupRows + piece / kPieces;
-            if (query < args.q_len)
-                *reinterpret_cast<uint4*>(at<Element>(args.out, tile, query) + piece % kPieces * 8) = make_uint4(0, 0, 0, 0);
+            if (query >= args.q_len) continue;
+            Element* target = at<Element>(args.out, tile, query) + piece % kPieces * 8;
+            *reinterpret_cast<uint4*>(target) = make_uint4(0, 0, 0, 0);
         }
     }
 
     // Scaled and rounded into a swizzled tile in shared memory.
-    __device__ __forceinline__ void stage(uint32_t buffer, const float (&o)[kOutputs], const float (&inverse)[2]) const {
+    __device__ __forceinline__ void stage(uint32_t buffer, const float (&o)[kOutputs],
+                                          const float (&inverse)[2]) const {
         const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int step = 0; step < C::kHeadDim / 16; ++step) {

@@ -91,8 +91,9 @@ struct Softmax {
     }
 
     // s becomes scale_log2 * s - shift. Where a row of the warp exceeds the threshold its reference moves; true: O
-    // must be multiplied by `factor`. kMoveAlways: every reference becomes its row's maximum if that is larger. Above 0 floats order as integers, and nothing below 0 matters here, so that
-    // one three-way integer maximum replaces two floating-point ones.
+    // must be multiplied by `factor`. kMoveAlways: every reference that its row exceeds at all moves. Above 0 floats
+    // order as integers, and nothing below 0 matters here, so that one three-way integer maximum replaces two
+    // floating-point ones.
     template <bool kMoveAlways = false>
     __device__ __forceinline__ bool subtract(float (&s)[kColumns / 2], float (&factor)[2]) {
         int top[2] = {0, 0};
@@ -143,8 +144,8 @@ struct Softmax {
         }
     }
 
-    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. An
-    // element far above its row's reference shows in a sum above kTrustedSum: false where a row of the warp has one, and
+    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. An element
+    // far above its row's reference shows in a sum above kTrustedSum: false where a row of the warp has one, and
     // lower() must follow.
     __device__ __forceinline__ bool exponentiate_unchecked(float (&s)[kColumns / 2], float (&sum)[2]) const {
 #pragma unroll
@@ -170,8 +171,8 @@ struct Softmax {
         row_sum[1] += sum[1];
     }
 
-    // Moves the references up to the block's maxima, in whole powers of two, which exponentials, sums and O follow by an
-    // exact multiplication. False, and nothing done, where an exponential reached 2^127 and with it perhaps infinity.
+    // Moves the references up to the block's maxima, in whole powers of two, which exponentials, sums and O follow by
+    // an exact multiplication. False, and nothing done, where an exponential reached 2^127, perhaps infinity.
     __device__ __forceinline__ bool lower(float (&s)[kColumns / 2], float (&sum)[2], float (&factor)[2]) {
         int top[2] = {0, 0};
 #pragma unroll

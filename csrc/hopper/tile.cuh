@@ -52,8 +52,9 @@ __device__ __forceinline__ Tile locate(const Args& args, int index) {
     tile.first_block = 0;
     tile.blocks = blocks;
     if (args.splits > 1) {
-        tile.first_block = static_cast<int>(static_cast<int64_t>(blocks) * tile.split / args.splits);
-        tile.blocks = static_cast<int>(static_cast<int64_t>(blocks) * (tile.split + 1) / args.splits) - tile.first_block;
+        const auto first = [&](int split) { return static_cast<int>(static_cast<int64_t>(blocks) * split / args.splits); };
+        tile.first_block = first(tile.split);
+        tile.blocks = first(tile.split + 1) - tile.first_block;
     }
     tile.tail = min(C::kTileN, length - (tile.first_block + tile.blocks - 1) * C::kTileN);
     tile.clear = tile.tail < C::kTileN && length < args.kv_len;
@@ -85,7 +86,8 @@ struct Shared {
     __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
 };
 
-// One arrival of the calling warp at a barrier of every CTA of the cluster: all of them write into the buffer it guards.
+// One arrival of the calling warp at a barrier of every CTA of the cluster: all of them write into the buffer that it
+// guards.
 template <typename C>
 __device__ __forceinline__ void release_shared(uint32_t barrier) {
     const uint32_t lane = threadIdx.x % 32;
