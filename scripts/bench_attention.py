@@ -6,6 +6,8 @@ order, with clock and energy. A ratio is the rival's time over ours in one round
 its bounds are a bootstrap over rounds. The best rival has the lowest median time of this run.
 
     python scripts/bench_attention.py --shapes long text --arms hopper flash3 --refcheck --json out.json
+    python scripts/bench_attention.py --sustained 2 --json all.json  # every class, both modes
+    python scripts/bench_attention.py --floor --sustained 2   # only what the card itself does
 """
 
 from __future__ import annotations
@@ -58,6 +60,12 @@ class Shape:
         return f"{self.batch},{self.heads},{self.q_len},{self.kv_len},{self.head_dim}"
 
 
+def parse_shape(text: str) -> Shape:
+    """The shape of `B,H,Sq,Skv,D`, named by that text.  Raises ValueError."""
+    batch, heads, q_len, kv_len, head_dim = (int(word) for word in text.split(","))
+    return Shape(batch, heads, q_len, kv_len, head_dim, text)
+
+
 GROUPS: dict[str, list[Shape]] = {
     "paper": [
         Shape(8, 16, 4096, 4096, 128, "paper 4k"),
@@ -92,6 +100,9 @@ GROUPS: dict[str, list[Shape]] = {
         Shape(1, 32, 259, 1024, 64, "audio text 259x1024"),
     ],
 }
+
+# What our time over the best rival's is to reach in each group (the lower bound counts from 0.02 below it).
+GOALS = {"long": 1.00, "paper": 1.00, "short": 1.04, "text": 1.08, "d64": 1.08, "audio": 1.30}
 
 Arm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -263,6 +274,43 @@ def gemm(size: int = 8192) -> tuple[Callable[[int], object], int]:
     return lambda _: torch.mm(a, b, out=out), 2 * size**3
 
 
+def measure_floor(seconds: float, rounds: int, power: PowerLog) -> dict[str, dict[str, float]]:
+    """What nothing on this card can beat: matrix products, burst and (`seconds` > 0) sustained; and a copy.
+
+    Rates in TFLOP/s, the copy's in TB/s read and written.
+    """
+    floor: dict[str, dict[str, float]] = {}
+    for size in (4096, 8192):
+        run, flops = gemm(size)
+        for warm in range(3):
+            run(warm)
+        times = burst({"gemm": lambda *_, run=run: run(0)}, [()], rounds, 0)["gemm"]  # type: ignore[dict-item, return-value]
+        row = {"burst": flops / statistics.median(times) / 1e12}
+        if seconds > 0:
+            row |= sustained_block(run, seconds, flops, power)
+        floor[f"GEMM {size}^3 bf16"] = row
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = burst({"copy": lambda *_: target.copy_(source)}, [()], rounds, 0)["copy"]
+    floor["copy of 1 GiB"] = {"burst": 2 * source.numel() / statistics.median(times) / 1e12}
+    return floor
+
+
+def print_floor(floor: dict[str, dict[str, float]]) -> None:
+    print(f"{'floor':<18} {'burst':>7} {'sustained':>9} {'MHz':>6} {'W':>5} {'J/launch':>9}")
+    for name, row in floor.items():
+        cells = [f"{name:<18} {row['burst']:7.1f}"]
+        if "tflops" in row:
+            cells.append(f"{row['tflops']:9.1f} {row['sm_clock_mhz']:6.0f} {row['watts']:5.0f}")
+            cells.append(f"{row['joules_per_launch']:9.3f}")
+        print(" ".join(cells), flush=True)
+
+
+def goal(name: str) -> float | None:
+    """The ratio the shape's group is to reach, if it is one of the named shapes."""
+    return next((GOALS[group] for group, shapes in GROUPS.items() if name in {s.name for s in shapes}), None)
+
+
 def bench_shape(shape: Shape, names: Sequence[str], options: argparse.Namespace, power: PowerLog) -> dict:
     """All arms on one shape."""
     dtype = getattr(torch, options.dtype)
@@ -308,6 +356,7 @@ def bench_shape(shape: Shape, names: Sequence[str], options: argparse.Namespace,
         ratios = [b / a for a, b in zip(results[OURS].burst_s, results[best].burst_s, strict=True)]
         median, low, high = bootstrap(ratios)
         row["ratio"] = {"best_rival": best, "median": median, "low": low, "high": high}
+        row["goal"] = goal(shape.name)
         if options.sustained > 0:
             best = max(rivals, key=lambda name: results[name].sustained_tflops or 0)
             ours, theirs = results[OURS].sustained_tflops, results[best].sustained_tflops
@@ -328,11 +377,22 @@ def print_row(row: dict, names: Sequence[str], gemm_tflops: float) -> None:
         cells.append(
             f"{ratio['median']:6.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] {ratio['best_rival']:<7}"
         )
+        if row["goal"] is not None:
+            met = ratio["median"] >= row["goal"] and ratio["low"] >= row["goal"] - 0.02
+            cells.append(f"{'met' if met else 'missed':<6} {row['goal']:.2f}")
     if sustained := row.get("sustained_ratio"):
         cells.append(
             f"| {row['arms'][OURS]['sustained_tflops']:.0f} {sustained['mean']:.3f} {sustained['best_rival']}"
         )
     print(" ".join(cells), flush=True)
+    for name in names:
+        blocks = row["arms"][name]["sustained_blocks"]
+        if blocks:
+            means = {key: statistics.fmean(block[key] for block in blocks) for key in blocks[0]}
+            print(
+                f"    {name:<8} sustained {means['tflops']:6.1f} TFLOP/s {means['sm_clock_mhz']:5.0f} MHz "
+                f"{means['watts']:4.0f} W {means['joules_per_launch']:9.4f} J a launch"
+            )
     for name in names:
         result = row["arms"][name]
         if result["error"]:
@@ -353,6 +413,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="burst rounds")
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="per block; 0: none")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--floor", action="store_true", help="only what the card itself does")
     parser.add_argument("--refcheck", action="store_true", help="hold every arm against fp32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
@@ -371,37 +432,30 @@ def main() -> int:
         print("bench_attention needs an NVIDIA GPU", file=sys.stderr)
         return 1
     shapes = [shape for group in options.shapes for shape in GROUPS[group]]
-    for text in options.shape:
-        shapes.append(Shape(*(int(word) for word in text.split(",")), name=text))
+    shapes += [parse_shape(text) for text in options.shape]
     if not shapes:
         shapes = [shape for group in GROUPS.values() for shape in group]
 
     power = PowerLog()
     with torch.no_grad():
-        run, flops = gemm()
-        for _ in range(3):
-            run(0)
-        times = burst({"gemm": lambda *_: run(0)}, [()], 10, 0)["gemm"]  # type: ignore[dict-item, return-value]
-        gemm_tflops = flops / statistics.median(times) / 1e12
+        floor = measure_floor(options.sustained, 10, power)
+        gemm_tflops = floor["GEMM 8192^3 bf16"]["burst"]
         report: dict = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": command,
             "gpu": torch.cuda.get_device_name(),
             "host": platform.processor() or platform.machine(),
             "torch": torch.__version__,
-            "gemm_8192_burst_tflops": gemm_tflops,
+            "floor": floor,
+            "rows": [],
         }
         print(f"{report['date']}  {report['gpu']}  torch {report['torch']}")
-        print(f"GEMM 8192^3 burst {gemm_tflops:.0f} TFLOP/s", end="")
-        if options.sustained > 0:
-            report["gemm_8192_sustained"] = sustained_block(run, options.sustained, flops, power)
-            print(f", sustained {report['gemm_8192_sustained']['tflops']:.0f}", end="")
-        print(
-            f"\n{'shape':<26} "
-            + " ".join(f"{name:>6}" for name in options.arms)
-            + "  /GEMM  ratio to best rival"
-        )
-        report["rows"] = []
+        print_floor(floor)
+        if options.floor:
+            shapes = []
+        else:
+            names = " ".join(f"{name:>6}" for name in options.arms)
+            print(f"\n{'shape':<26} {names}  /GEMM  ratio to best rival, goal")
         for shape in shapes:
             row = bench_shape(shape, options.arms, options, power)
             report["rows"].append(row)

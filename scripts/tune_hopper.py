@@ -1,4 +1,4 @@
-"""Variants of the Hopper kernel side by side: each an edit of `csrc/hopper`, built into a library of its own.
+"""Variants of the Hopper kernel side by side: other choices in csrc/hopper/config.h, a library for each.
 
 Prints TFLOP/s of every variant and rival on every shape, launches interleaved as in bench_attention.py, and
 for some shapes the rate and clock of back-to-back launches.
@@ -17,8 +17,8 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,56 +29,95 @@ import bench_attention as bench
 
 from videoattn.kernels import abi, accuracy, library, native
 
-Edit = Callable[[Path], None]
+Choice = bool | int | str
 
 
-def replace(file: str, pattern: str, text: str) -> Edit:
-    """An edit that must match exactly once."""
+@dataclass(frozen=True)
+class Variant:
+    """A configuration of `csrc/hopper/config.h` and what it chooses instead; `why` it may pay."""
 
-    def edit(root: Path) -> None:
-        path = root / "hopper" / file
-        changed, count = re.subn(pattern, text, path.read_text())
-        if count != 1:
-            raise SystemExit(f"{pattern!r} matches {count} times in {file}")
-        path.write_text(changed)
+    config: str  # D128N128 or D64N128
+    choices: dict[str, Choice]
+    why: str
 
-    return edit
+    @property
+    def tile(self) -> int:
+        """Keys of a tile."""
+        return int(self.choices.get("kTileN", self.config.partition("N")[2]))
+
+    @property
+    def kernel(self) -> str:
+        """Its kernel's symbol without the element type."""
+        return f"videoattn_hopper_{self.config.partition('N')[0].lower()}_n{self.tile}"
+
+    def write(self, folder: Path) -> Path:
+        """A copy of csrc with these choices, under `folder`."""
+        root = folder / "csrc"
+        shutil.copytree(library.SOURCES, root)
+        header = root / "hopper" / "config.h"
+        header.write_text(self.choose(header.read_text()))
+        source = root / "hopper" / "attention.cu"
+        name = "videoattn_hopper_" + self.config.lower().replace("n", "_n")
+        source.write_text(source.read_text().replace(name, self.kernel))
+        return root
+
+    def choose(self, text: str) -> str:
+        """config.h with the choices written into the configuration's struct.  Raises SystemExit."""
+        found = re.search(rf"struct {self.config}Choices : \w+ {{\n(.*?)}};", text, re.DOTALL)
+        if found is None:
+            raise SystemExit(f"config.h has no {self.config}Choices")
+        lines = found[1].splitlines()
+        for name, value in self.choices.items():
+            kind = re.search(rf"static constexpr (\w+) {name} =", text)
+            if kind is None:
+                raise SystemExit(f"config.h offers no choice {name}")
+            lines = [line for line in lines if f" {name} =" not in line]
+            word = f"Output::{value}" if kind[1] == "Output" else str(value).lower()
+            lines.append(f"    static constexpr {kind[1]} {name} = {word};")
+        return text[: found.start(1)] + "\n".join(lines) + "\n" + text[found.end(1) :]
 
 
-def config(name: str, arguments: str) -> Edit:
-    """Other arguments for a configuration: consumers, key tile, stages, Q in registers, soft exp2."""
-    head_dim = name[1:].split("N")[0]
-    tile = arguments.split(",")[1].strip()
-
-    def edit(root: Path) -> None:
-        replace("config.h", rf"using {name} = .*", f"using {name} = Config<{head_dim}, {arguments}>;")(root)
-        path = root / "hopper" / "attention.cu"
-        old = f"videoattn_hopper_{name.lower().replace('n', '_n')}"
-        path.write_text(path.read_text().replace(old, f"videoattn_hopper_d{head_dim}_n{tile}"))
-
-    return edit
+def d128(why: str, **choices: Choice) -> Variant:
+    return Variant("D128N128", choices, why)
 
 
-def no_turns(root: Path) -> None:
-    """The consumers issue when they like."""
-    replace("attention.cu", re.escape("{ named_sync(4 + group, 256); }"), "{}")(root)
-    replace("attention.cu", r"named_arrive\(4 \+ [^;]*;", ";")(root)
+def d64(why: str, **choices: Choice) -> Variant:
+    return Variant("D64N128", choices, why)
 
 
-VARIANTS: dict[str, list[Edit]] = {
-    "d128_base": [],
-    "d128_queries_in_smem": [config("D128N128", "2, 128, 2, false, 0")],
-    "d128_no_turns": [no_turns],
-    "d128_n144": [config("D128N128", "2, 144, 2, false, 0")],
-    "d128_n160": [config("D128N128", "2, 160, 2, false, 0")],
-    "d128_soft8": [config("D128N128", "2, 128, 2, true, 8")],
-    "d64_base": [],
-    "d64_hard_exp2": [config("D64N128", "3, 128, 2, false, 0")],
-    "d64_soft4": [config("D64N128", "3, 128, 2, false, 4")],
-    "d64_no_turns": [no_turns],
-    "d64_four_stages": [config("D64N128", "3, 128, 4, false, 8")],
-    "d64_two_consumers": [config("D64N128", "2, 128, 2, true, 0")],
-    "d64_two_consumers_n192": [config("D64N128", "2, 192, 2, true, 0")],
+LATE: dict[str, Choice] = {"kCheckLate": True}
+THREE: dict[str, Choice] = {"kStages": 3, "kOutput": "kQueryBuffer"}
+DIRECT: dict[str, Choice] = {"kOutput": "kRegisters"}
+N176: dict[str, Choice] = {"kTileN": 176, "kQInRegisters": False, "kOutput": "kRegisters"}
+N160: dict[str, Choice] = {**N176, "kTileN": 160}
+NO_SOFT: dict[str, Choice] = {"kSoftBlocks": 0}
+
+VARIANTS: dict[str, Variant] = {
+    "d128_base": d128("the product"),
+    "d128_early_turn": d128("the next consumer's first wgmma is queued before this one's last", kEarlyTurn=2),
+    "d128_stages3": d128("a third buffer hides L2 latency", **THREE),
+    "d128_cluster": d128("half the reads from L2", kCluster=2),
+    "d128_n176": d128("fewer turns, waits and rescalings a FLOP", **N176),
+    "d128_late": d128("a tenth fewer instructions, exponentials start at once", **LATE),
+    "d128_late_early_turn": d128("both", **LATE, kEarlyTurn=2),
+    "d128_late_stages3": d128("both", **LATE, **THREE),
+    "d128_late_cluster": d128("both", **LATE, **DIRECT, kCluster=2),
+    "d128_late_cluster_stages3": d128("all three", **LATE, **DIRECT, kCluster=2, kStages=3),
+    "d128_late_n176": d128("both", **LATE, **N176),
+    "d128_late_cluster_n160": d128("all three; 176 keys would spill", **LATE, **N160, kCluster=2),
+    "d128_queries_in_smem": d128("measured: lost", kQInRegisters=False),
+    "d128_no_turns": d128("measured: lost", kTurns=False),
+    "d64_base": d64("the product"),
+    "d64_early_turn": d64("as for d128", kEarlyTurn=2),
+    "d64_hard_exp2": d64("measured: lost", **NO_SOFT),
+    "d64_soft1": d64("a sixteenth of the exponentials in software", kSoftBlocks=1),
+    "d64_soft3": d64("three sixteenths", kSoftBlocks=3),
+    "d64_stages4": d64("two more buffers hide L2 latency", kStages=4),
+    "d64_late_n112": d64("a fifth fewer instructions; 128 keys would spill", **LATE, **NO_SOFT, kTileN=112),
+    "d64_late_n112_soft1": d64("and a fourteenth in software", **LATE, kSoftBlocks=1, kTileN=112),
+    "d64_late_n112_soft2": d64("and a seventh", **LATE, kSoftBlocks=2, kTileN=112),
+    "d64_late_n112_stages4": d64("and two more buffers", **LATE, **NO_SOFT, kTileN=112, kStages=4),
+    "d64_late_n112_early_turn": d64("and an early turn", **LATE, **NO_SOFT, kTileN=112, kEarlyTurn=2),
 }
 SHAPES = {
     "d128": ["self 12288", "self 6144", "text 12288x1024", "text 28160x1024", "self 28160"],
@@ -94,33 +133,49 @@ SUSTAINED = {"self 28160", "text 12288x1024", "D64 self 14080"}
 BY_NAME = {shape.name: shape for group in bench.GROUPS.values() for shape in group}
 
 
+# The other family's kernels would take most of a variant's compile time.
+NO_BLACKWELL = """#include "../common/launch.h"
+namespace videoattn {
+KernelList blackwell_kernels() { return {nullptr, 0}; }
+}  // namespace videoattn
+"""
+
+
 def build(name: str) -> ctypes.CDLL:
     """The variant's library."""
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "csrc"
-        shutil.copytree(library.SOURCES, root)
-        for edit in VARIANTS[name]:
-            edit(root)
+        root = VARIANTS[name].write(Path(folder))
+        (root / "blackwell" / "attention.cu").write_text(NO_BLACKWELL)
         return abi.declare(ctypes.CDLL(str(library.build(sources=root))))
+
+
+def launch(variant: ctypes.CDLL, q, k, v, *, splits: int = 0, **options) -> torch.Tensor:
+    """The variant's output; `options` go to the C call.  Raises RuntimeError with the library's reason."""
+    out = torch.empty_like(q)
+    made = native.fill_call(
+        q,
+        k,
+        v,
+        out,
+        scale=q.shape[-1] ** -0.5,
+        arch=90,
+        num_sms=native.num_sms(q.device.index),
+        stream=torch.cuda.current_stream().cuda_stream,
+        splits=splits,
+        **options,
+    )
+    count = variant.videoattn_workspace_bytes(ctypes.byref(made))
+    workspace = torch.empty(count, dtype=torch.uint8, device=q.device) if count else None
+    made.workspace = None if workspace is None else workspace.data_ptr()
+    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    if variant.videoattn_attention(ctypes.byref(made), text, abi.MESSAGE_BYTES) != abi.OK:
+        raise RuntimeError(text.value.decode())
+    return out
 
 
 def arm(variant: ctypes.CDLL) -> bench.Arm:
     """The variant as a function of q, k and v."""
-
-    def call(q, k, v):
-        out = torch.empty_like(q)
-        stream = torch.cuda.current_stream().cuda_stream
-        sms = native.num_sms(q.device.index)
-        made = native.fill_call(q, k, v, out, scale=q.shape[-1] ** -0.5, arch=90, num_sms=sms, stream=stream)
-        count = variant.videoattn_workspace_bytes(ctypes.byref(made))
-        workspace = torch.empty(count, dtype=torch.uint8, device=q.device) if count else None
-        made.workspace = None if workspace is None else workspace.data_ptr()
-        text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
-        if variant.videoattn_attention(ctypes.byref(made), text, abi.MESSAGE_BYTES) != abi.OK:
-            raise RuntimeError(text.value.decode())
-        return out
-
-    return call
+    return lambda q, k, v: launch(variant, q, k, v)
 
 
 def tune(
@@ -169,13 +224,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
+    parser.add_argument("--build", action="store_true", help="only compile into the cache; needs no GPU")
     options = parser.parse_args()
     sys.argv = sys.argv[:1]  # the DSL under flash4 reads the command line
-    if not torch.cuda.is_available():
+    if not options.build and not torch.cuda.is_available():
         print("tune_hopper needs an NVIDIA GPU", file=sys.stderr)
         return 1
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = dict(zip(options.variants, pool.map(build, options.variants), strict=True))
+    if options.build:
+        print(f"{len(built)} variants in {library.cache_root() / 'library'}")
+        return 0
     power = bench.PowerLog()
     report = {}
     with torch.no_grad():

@@ -13,41 +13,90 @@ namespace videoattn::hopper {
 
 constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup: the M of one wgmma
 
-// kSoftExp2: every how many 8-column blocks of the scores one takes its exponentials on the FMA pipe; 0: none.
-template <int kHeadDim_, int kConsumers_, int kTileN_, int kStages_, bool kQInRegisters_, int kSoftExp2_>
-struct Config {
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr int kConsumers = kConsumers_;  // consumer warpgroups
-    static constexpr int kTileM = kConsumers * kGroupRows;
-    static constexpr int kTileN = kTileN_;
-    static constexpr int kStages = kStages_;
-    static constexpr bool kQInRegisters = kQInRegisters_;
-    static constexpr int kSoftExp2 = kSoftExp2_;
-    static constexpr int kThreads = 128 * (kConsumers + 1);
-    // setmaxnreg pools: launch-time registers x threads cover producer + consumers.
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-
-    static constexpr int kGroupBytes = kGroupRows * kHeadDim * 2;  // a warpgroup's Q, or its O
-    static constexpr int kKvBytes = kTileN * kHeadDim * 2;
-    static constexpr int kQOffset = 0;
-    static constexpr int kOOffset = kQOffset + kConsumers * kGroupBytes;
-    static constexpr int kKOffset = kOOffset + kConsumers * kGroupBytes;
-    static constexpr int kVOffset = kKOffset + kStages * kKvBytes;
-    static constexpr int kBarrierOffset = kVOffset + kStages * kKvBytes;
-    static constexpr int kBarriers = 2 * kConsumers + 5 * kStages;
-    // 1024 more: the kernel rounds its base up to the 128-byte swizzle's period.
-    static constexpr int kSmemBytes = kBarrierOffset + 8 * kBarriers + 1024;
-    static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
-    static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
+// Where a finished tile of O waits for its way to global memory.
+enum class Output {
+    kOwnBuffer,    // staged in shared memory of its own
+    kQueryBuffer,  // staged where the tile's Q lay; needs kQInRegisters
+    kRegisters,    // not staged: threads store 16-byte pieces
 };
 
-using D128N128 = Config<128, 2, 128, 2, true, 0>;
-using D64N128 = Config<64, 3, 128, 2, false, 8>;
-using D64N96 = Config<64, 3, 96, 3, false, 8>;
+// What a configuration may choose; scripts/tune_hopper.py builds the kernel with other choices.
+struct Choices {
+    static constexpr int kConsumers = 2;  // consumer warpgroups
+    static constexpr int kTileN = 128;
+    static constexpr int kStages = 2;
+    static constexpr int kCluster = 1;  // CTAs that share every K and V tile by multicast: 1 or 2
+    static constexpr bool kQInRegisters = false;
+    static constexpr Output kOutput = Output::kOwnBuffer;
+    // How many of a tile's 8-column blocks of scores take their exponentials on the FMA pipe.
+    static constexpr int kSoftBlocks = 0;
+    // Whether exponentials are taken before their row maximum is known, and taken back where one was too large.
+    static constexpr bool kCheckLate = false;
+    // Whether consumers take turns at issuing; the turn passes when all but kEarlyTurn steps of the P V are issued.
+    static constexpr bool kTurns = true;
+    static constexpr int kEarlyTurn = 0;
+};
+
+struct D128N128Choices : Choices {
+    static constexpr bool kQInRegisters = true;
+};
+
+struct D64N128Choices : Choices {
+    static constexpr int kConsumers = 3;
+    static constexpr int kSoftBlocks = 2;
+};
+
+struct D64N96Choices : D64N128Choices {
+    static constexpr int kTileN = 96;
+    static constexpr int kStages = 3;
+    static constexpr int kSoftBlocks = 1;
+};
+
+// The choices and what follows from them.
+template <int kHeadDim_, typename C>
+struct Config : C {
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kTileM = C::kConsumers * kGroupRows;
+    static constexpr int kThreads = 128 * (C::kConsumers + 1);
+    // setmaxnreg pools: launch-time registers x threads cover producer + consumers. A producer that multicasts does
+    // not fit in 24.
+    static constexpr int kProducerRegisters = C::kConsumers > 2 ? 32 : C::kCluster > 1 ? 40 : 24;
+    static constexpr int kConsumerRegisters = C::kConsumers > 2 ? 160 : C::kCluster > 1 ? 232 : 240;
+
+    static constexpr int kGroupBytes = kGroupRows * kHeadDim * 2;  // a warpgroup's Q, or its O
+    static constexpr int kKvBytes = C::kTileN * kHeadDim * 2;
+    // A CTA of a cluster loads a slice of each K and V tile: 64 columns of all rows, or all columns of some rows.
+    static constexpr int kSliceRows = kHeadDim == 128 ? C::kTileN : C::kTileN / C::kCluster;
+    static constexpr int kSliceColumns = C::kCluster == 1 ? kHeadDim : 64;
+    static constexpr int kSliceBytes = kKvBytes / C::kCluster;
+
+    static constexpr int kQOffset = 0;
+    static constexpr int kOOffset = C::kOutput == Output::kOwnBuffer ? C::kConsumers * kGroupBytes : 0;
+    static constexpr int kKOffset = kOOffset + C::kConsumers * kGroupBytes;
+    static constexpr int kVOffset = kKOffset + C::kStages * kKvBytes;
+    static constexpr int kBarrierOffset = kVOffset + C::kStages * kKvBytes;
+    static constexpr int kBarriers = 2 * C::kConsumers + 5 * C::kStages;
+    static constexpr int kSmemBytes = kBarrierOffset + 8 * kBarriers;
+    static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
+    static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
+    static_assert(C::kCluster == 1 || C::kCluster == 2);
+    static_assert(kSliceBytes % 1024 == 0, "slices are whole swizzle atoms");
+    static_assert(C::kOutput != Output::kQueryBuffer || C::kQInRegisters, "Q is read until its tile's last step");
+    static_assert(C::kSoftBlocks <= C::kTileN / 8 && C::kEarlyTurn <= C::kTileN / 16);
+};
+
+using D128N128 = Config<128, D128N128Choices>;
+using D64N128 = Config<64, D64N128Choices>;
+using D64N96 = Config<64, D64N96Choices>;
 
 // Up to this many keys the key tile is chosen to fit their number.
 constexpr int kShortKeys = 1024;
+
+// A (batch, seq, heads, head_dim) tensor of 16-bit values; strides in elements.
+struct Strided {
+    void* data;
+    int64_t stride_batch, stride_seq, stride_head;
+};
 
 // The kernel's last parameter.
 struct Args {
@@ -55,11 +104,13 @@ struct Args {
     const int32_t* kv_lengths;
     float* partial_out;  // where splits > 1: (splits, batch, heads, q_len, head_dim)
     float* partial_lse;  // (splits, batch, heads, q_len)
+    uint64_t* profile;   // where events go in a build with VIDEOATTN_PROFILE
+    Strided q, k, out;   // for what TMA does not move
     int32_t batch;
     int32_t heads;
     int32_t q_len;
     int32_t kv_len;
-    int32_t q_tiles;
+    int32_t q_tiles;  // of a head, a cluster's counted as one
     int32_t splits;
     int32_t tiles;  // q_tiles * splits * heads * batch, in this order from the fastest
     float scale_log2;  // softmax scale * log2(e)

@@ -9,7 +9,20 @@ template <typename Config>
 int splits(const VideoattnCall& call) {
     const int64_t blocks = ceil_div(call.kv_len, Config::kTileN);
     if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
-    return choose_splits(ceil_div(call.q_len, Config::kTileM) * call.heads, blocks, call.num_sms);
+    const int64_t items = ceil_div(call.q_len, Config::kTileM * Config::kCluster) * call.heads;
+    return choose_splits(items, blocks, call.num_sms / Config::kCluster);
+}
+
+hopper::Strided strided(const VideoattnTensor& tensor) {
+    return {tensor.data, tensor.stride_batch, tensor.stride_seq, tensor.stride_head};
+}
+
+// The map of K or V whose boxes are what one CTA loads of a tile.
+template <typename Config>
+VideoattnTensorMap slice_map(const VideoattnCall& call, const VideoattnTensor& tensor) {
+    VideoattnTensorMap map = bshd_map(call, tensor, call.kv_len, Config::kSliceRows, kPromote256B);
+    map.box[2] = Config::kSliceColumns / 64;
+    return map;
 }
 
 template <typename Config>
@@ -20,13 +33,20 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
         args.partial_out = static_cast<float*>(call.workspace);
         args.partial_lse = args.partial_out + workspace_of(call, args.splits).output_bytes / 4;
     }
+#ifdef VIDEOATTN_PROFILE
+    args.splits = 1;
+    args.profile = static_cast<uint64_t*>(call.workspace);
+#endif
     args.lse = call.lse;
     args.kv_lengths = call.kv_lengths;
+    args.q = strided(call.q);
+    args.k = strided(call.k);
+    args.out = strided(call.out);
     args.batch = static_cast<int32_t>(call.batch);
     args.heads = static_cast<int32_t>(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
-    args.q_tiles = static_cast<int32_t>(ceil_div(call.q_len, Config::kTileM));
+    args.q_tiles = static_cast<int32_t>(ceil_div(call.q_len, Config::kTileM * Config::kCluster));
     // The kernel counts tiles in 32 bits and steps past the last one by a grid.
     const double tiles = static_cast<double>(args.q_tiles) * args.splits * call.heads * call.batch;
     if (tiles > 2147000000.0 || call.grid > 65535)
@@ -38,15 +58,17 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
     snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d_%s", Config::kHeadDim, Config::kTileN,
              call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
-    plan->grid[0] = static_cast<uint32_t>(wanted < args.tiles ? wanted : args.tiles);
+    const int64_t clusters = wanted < Config::kCluster ? 1 : wanted / Config::kCluster;
+    plan->grid[0] = static_cast<uint32_t>(Config::kCluster * (clusters < args.tiles ? clusters : args.tiles));
     plan->grid[1] = plan->grid[2] = 1;
     plan->block[0] = Config::kThreads;
     plan->block[1] = plan->block[2] = 1;
-    plan->cluster[0] = plan->cluster[1] = plan->cluster[2] = 1;
+    plan->cluster[0] = Config::kCluster;
+    plan->cluster[1] = plan->cluster[2] = 1;
     plan->dynamic_smem = Config::kSmemBytes;
     add_map(plan, bshd_map(call, call.q, call.q_len, hopper::kGroupRows, kPromote128B));
-    add_map(plan, bshd_map(call, call.k, call.kv_len, Config::kTileN, kPromote256B));
-    add_map(plan, bshd_map(call, call.v, call.kv_len, Config::kTileN, kPromote256B));
+    add_map(plan, slice_map<Config>(call, call.k));
+    add_map(plan, slice_map<Config>(call, call.v));
     add_map(plan, bshd_map(call, call.out, call.q_len, hopper::kGroupRows, kPromoteNone));
     add_args(plan, args);
     return VIDEOATTN_OK;

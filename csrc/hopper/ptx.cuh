@@ -32,21 +32,44 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives at the barrier that lies at the same address in CTA `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// kCluster: whether threads of other CTAs arrive at the barrier, so that their accesses must be seen too.
+template <bool kCluster>
 __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    if constexpr (kCluster) {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.b32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.b32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    }
     return done != 0;
 }
 
+template <bool kCluster = false>
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
 #ifdef VIDEOATTN_BOUNDED_WAITS
-    for (int tries = 0; !barrier_try_wait(barrier, parity); ++tries) {
+    for (int tries = 0; !barrier_try_wait<kCluster>(barrier, parity); ++tries) {
         if (tries == VIDEOATTN_BOUNDED_WAITS) {
             printf("videoattn: CTA %d thread %d: barrier at shared address %u never completed phase parity %u\n",
                    blockIdx.x, threadIdx.x, barrier, parity);
@@ -54,9 +77,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         }
     }
 #else
-    while (!barrier_try_wait(barrier, parity)) {
+    while (!barrier_try_wait<kCluster>(barrier, parity)) {
     }
 #endif
+}
+
+// ---- clusters (PTX ISA 9.7.13.4) ----
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- named barriers ----
@@ -81,6 +116,16 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const CUtensorMap* map, 
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(smem),
         "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Writes the box to the same place in every CTA of `mask` and tells the barrier at the same address there.
+__device__ __forceinline__ void tma_load_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int row,
+                                                   int column_block, int head, int batch, uint16_t mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
+        "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(column_block), "r"(head), "r"(batch), "h"(mask)
         : "memory");
 }
 
@@ -132,6 +177,31 @@ __device__ __forceinline__ void store_zero16(uint32_t address) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
+// Two neighbouring 16-bit values.
+__device__ __forceinline__ uint32_t load_pair(const void* pointer) {
+    uint32_t pair;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(pair) : "l"(pointer) : "memory");
+    return pair;
+}
+
+// D += A B of one warp, 16 x 8 x 16; its D and A fragments are those of a wgmma's warp.
+template <typename Element>
+__device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1);
+
+#define VIDEOATTN_MMA(ELEMENT, TYPE)                                                                               \
+    template <>                                                                                                    \
+    __device__ __forceinline__ void mma<ELEMENT>(float& d0, float& d1, float& d2, float& d3,                       \
+                                                 const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {               \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                                 \
+            ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                 \
+            : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)                                                               \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                       \
+    }
+VIDEOATTN_MMA(__nv_bfloat16, "bf16")
+VIDEOATTN_MMA(__half, "f16")
+#undef VIDEOATTN_MMA
+
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 
@@ -152,12 +222,6 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -12,6 +12,9 @@ namespace videoattn::hopper {
 // below 2^8, which bf16, fp16 and the fp32 sums hold without loss (FA4 paper, section 3.1.2).
 constexpr float kRescaleThreshold = 8.0f;
 
+// Sums of one thread's share of a block up to here bound its P well below what fp16 holds.
+constexpr float kTrustedSum = 1024.0f;
+
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -22,11 +25,14 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// 2^x on the FMA pipe for x in about [-126, 127]: the fraction by a cubic (relative minimax on [0, 1], error 7.5e-5,
-// below the rounding of P to bf16 or fp16), the integer part added to the exponent (FA4 paper, section 3.1.3).
+// 2^x on the FMA pipe: the fraction by a cubic (relative minimax on [0, 1], error 7.5e-5, below the rounding of P to
+// bf16 or fp16), the integer part added to the exponent (FA4 paper, section 3.1.3). x below -126 counts as -126; above,
+// it must stay below 128, or kClampAbove makes it 128, whose 2^x comes out finite and above 2^127.
+template <bool kClampAbove>
 __device__ __forceinline__ float exp2_soft(float x) {
     constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are floor(x)
     x = fmaxf(x, -126.0f);
+    if constexpr (kClampAbove) x = fminf(x, 128.0f);
     const float shifted = __fadd_rd(x, kMagic);
     const float fraction = x - (shifted - kMagic);
     float y = fmaf(fraction, 0.07802452147006989f, 0.22606715559959412f);
@@ -40,17 +46,21 @@ __device__ __forceinline__ int quad_max(int x) {
     return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-template <int kColumns, int kSoftExp2>
+// kSoftBlocks of the 8-column blocks take their exponentials on the FMA pipe.
+template <int kColumns, int kSoftBlocks>
 struct Softmax {
     static constexpr int kBlocks = kColumns / 8;
-    static constexpr bool kSoft = kSoftExp2 > 0;
-    static constexpr int kPeriod = kSoft ? kSoftExp2 : 1;
 
     float shift[2];    // scale_log2 * the row's reference maximum
     float row_sum[2];  // this thread's share
     float scale_log2;
 
     __device__ __forceinline__ explicit Softmax(float scale_log2_) : scale_log2(scale_log2_) {}
+
+    // Spread evenly, so that both pipes always have work.
+    static constexpr __device__ bool is_soft(int block) {
+        return (block + 1) * kSoftBlocks / kBlocks > block * kSoftBlocks / kBlocks;
+    }
 
     // Columns at and past `valid` of this tile leave the softmax.
     static __device__ __forceinline__ void mask(float (&s)[kColumns / 2], int valid) {
@@ -81,8 +91,10 @@ struct Softmax {
     }
 
     // s becomes scale_log2 * s - shift. Where a row of the warp exceeds the threshold its reference moves; true: O
-    // must be multiplied by `factor`. Above 0 floats order as integers, and nothing below 0 matters here, so that
-    // one three-way integer maximum replaces two floating-point ones.
+    // must be multiplied by `factor`. kMoveAlways: every reference that its row exceeds at all moves. Above 0 floats
+    // order as integers, and nothing below 0 matters here, so that one three-way integer maximum replaces two
+    // floating-point ones.
+    template <bool kMoveAlways = false>
     __device__ __forceinline__ bool subtract(float (&s)[kColumns / 2], float (&factor)[2]) {
         int top[2] = {0, 0};
 #pragma unroll
@@ -96,11 +108,12 @@ struct Softmax {
                 top[row] = max(max(__float_as_int(a), __float_as_int(b)), top[row]);
             }
         }
-        if (!__any_sync(0xffffffffu, max(top[0], top[1]) > __float_as_int(kRescaleThreshold))) return false;
+        constexpr float kThreshold = kMoveAlways ? 0.0f : kRescaleThreshold;
+        if (!kMoveAlways && !__any_sync(0xffffffffu, max(top[0], top[1]) > __float_as_int(kThreshold))) return false;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float above = __int_as_float(quad_max(top[row]));
-            const float move = above > kRescaleThreshold ? above : 0.0f;
+            const float move = above > kThreshold ? above : 0.0f;
             shift[row] += move;
             factor[row] = exp2_approx(-move);
             row_sum[row] *= factor[row];
@@ -123,12 +136,66 @@ struct Softmax {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
-                    x = kSoft && block % kPeriod == kPeriod - 1 ? exp2_soft(x) : exp2_approx(x);
+                    x = is_soft(block) ? exp2_soft<false>(x) : exp2_approx(x);
                     sum[e] += x;
                 }
             }
             row_sum[row] = sum[0] + sum[1];
         }
+    }
+
+    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. An element
+    // far above its row's reference shows in a sum above kTrustedSum: false where a row of the warp has one, and
+    // lower() must follow.
+    __device__ __forceinline__ bool exponentiate_unchecked(float (&s)[kColumns / 2], float (&sum)[2]) const {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float part[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[4 * block + 2 * row + e];
+                    x = fmaf(x, scale_log2, -shift[row]);
+                    x = is_soft(block) ? exp2_soft<true>(x) : exp2_approx(x);
+                    part[e] += x;
+                }
+            }
+            sum[row] = part[0] + part[1];
+        }
+        return !__any_sync(0xffffffffu, fmaxf(sum[0], sum[1]) > kTrustedSum);
+    }
+
+    __device__ __forceinline__ void add(const float (&sum)[2]) {
+        row_sum[0] += sum[0];
+        row_sum[1] += sum[1];
+    }
+
+    // Moves the references up to the block's maxima, in whole powers of two, which exponentials, sums and O follow by
+    // an exact multiplication. False, and nothing done, where an exponential reached 2^127, perhaps infinity.
+    __device__ __forceinline__ bool lower(float (&s)[kColumns / 2], float (&sum)[2], float (&factor)[2]) {
+        int top[2] = {0, 0};
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) top[e / 2] = max(top[e / 2], __float_as_int(s[4 * block + e]));
+        }
+        constexpr int kTwoTo127 = 254 << 23;
+        if (__any_sync(0xffffffffu, max(top[0], top[1]) >= kTwoTo127)) return false;
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const int power = max((quad_max(top[row]) >> 23) - 127, 0);
+            factor[row] = __int_as_float((127 - power) << 23);
+            shift[row] += static_cast<float>(power);
+            row_sum[row] *= factor[row];
+            sum[row] *= factor[row];
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+                s[4 * block + 2 * row] *= factor[row];
+                s[4 * block + 2 * row + 1] *= factor[row];
+            }
+        }
+        return true;
     }
 
     // The row's LSE from its full sum: natural logarithm.

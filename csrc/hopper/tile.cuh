@@ -6,7 +6,8 @@
 
 namespace videoattn::hopper {
 
-// 64 kConsumers query rows against a run of key blocks of one head.
+// 64 kConsumers query rows against a run of key blocks of one head. Rows past q_len, in a cluster all of a CTA's, are
+// computed and not stored.
 struct Tile {
     int batch, head, row;     // first query row
     int split, first_block, blocks;
@@ -14,11 +15,28 @@ struct Tile {
     bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
 };
 
+// The CTAs of a cluster work on neighbouring query tiles of the same head, against the same keys: the place in the
+// cluster is the lowest digit of a tile's number, and all CTAs of a cluster count the others alike.
+template <typename C>
+__device__ __forceinline__ int first_tile() {
+    return blockIdx.x / C::kCluster;
+}
+
+template <typename C>
+__device__ __forceinline__ int tile_step() {
+    return gridDim.x / C::kCluster;
+}
+
+template <typename C>
+__device__ __forceinline__ int rank_in_cluster() {
+    return C::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+}
+
 template <typename C>
 __device__ __forceinline__ Tile locate(const Args& args, int index) {
     Tile tile;
     int rest = index / args.q_tiles;
-    tile.row = (index - rest * args.q_tiles) * C::kTileM;
+    tile.row = ((index - rest * args.q_tiles) * C::kCluster + rank_in_cluster<C>()) * C::kTileM;
     tile.split = rest;
     if (args.splits > 1) {
         rest /= args.splits;
@@ -34,12 +52,20 @@ __device__ __forceinline__ Tile locate(const Args& args, int index) {
     tile.first_block = 0;
     tile.blocks = blocks;
     if (args.splits > 1) {
-        tile.first_block = static_cast<int>(static_cast<int64_t>(blocks) * tile.split / args.splits);
-        tile.blocks = static_cast<int>(static_cast<int64_t>(blocks) * (tile.split + 1) / args.splits) - tile.first_block;
+        const auto first = [&](int split) { return static_cast<int>(static_cast<int64_t>(blocks) * split / args.splits); };
+        tile.first_block = first(tile.split);
+        tile.blocks = first(tile.split + 1) - tile.first_block;
     }
     tile.tail = min(C::kTileN, length - (tile.first_block + tile.blocks - 1) * C::kTileN);
     tile.clear = tile.tail < C::kTileN && length < args.kv_len;
     return tile;
+}
+
+// A row of the tile's head.
+template <typename Element>
+__device__ __forceinline__ Element* at(const Strided& tensor, const Tile& tile, int row) {
+    return static_cast<Element*>(tensor.data) + tile.batch * tensor.stride_batch + row * tensor.stride_seq +
+           tile.head * tensor.stride_head;
 }
 
 template <typename C>
@@ -59,6 +85,18 @@ struct Shared {
     __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }
     __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
 };
+
+// One arrival of the calling warp at a barrier of every CTA of the cluster: all of them write into the buffer that it
+// guards.
+template <typename C>
+__device__ __forceinline__ void release_shared(uint32_t barrier) {
+    const uint32_t lane = threadIdx.x % 32;
+    if constexpr (C::kCluster == 1) {
+        if (lane == 0) barrier_arrive(barrier);
+    } else {
+        if (lane < C::kCluster) barrier_arrive_at(barrier, lane);
+    }
+}
 
 // A position in the ring of key or value buffers.
 template <typename C>

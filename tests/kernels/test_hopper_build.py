@@ -41,7 +41,8 @@ def test_no_spills_and_no_stack(report):
 def test_launch_registers_cover_the_pools(report):
     """setmaxnreg moves registers between warpgroups; the launch must have brought them."""
     config = (library.SOURCES / "hopper" / "config.h").read_text()
-    assert "kProducerRegisters = kConsumers == 2 ? 24 : 32" in config
+    assert "kProducerRegisters = C::kConsumers > 2 ? 32 : C::kCluster > 1 ? 40 : 24;" in config
+    assert "kConsumerRegisters = C::kConsumers > 2 ? 160 : C::kCluster > 1 ? 232 : 240;" in config
     used = dict(re.findall(r"Compiling entry function '(\w+)'[\s\S]*?Used (\d+) registers", report))
     for name, registers in used.items():
         warpgroups = 4 if "d64" in name else 3

@@ -1,0 +1,95 @@
+// The producer's two warps: one loads by TMA, one clears the rows of V past a key length.
+#pragma once
+
+#include "profile.cuh"
+#include "tile.cuh"
+
+namespace videoattn::hopper {
+
+// This CTA's slice of a K or V tile, for all CTAs of its cluster.
+template <typename C>
+__device__ __forceinline__ void load_slice(uint32_t target, const CUtensorMap* map, uint32_t barrier, int row,
+                                           int head, int batch) {
+    if constexpr (C::kCluster == 1) {
+        tma_load(target, map, barrier, row, head, batch);
+    } else {
+        const int rank = rank_in_cluster<C>();
+        const bool by_columns = C::kSliceColumns < C::kHeadDim;
+        tma_load_multicast(target + rank * C::kSliceBytes, map, barrier, by_columns ? row : row + rank * C::kSliceRows,
+                           by_columns ? rank : 0, head, batch, (1 << C::kCluster) - 1);
+    }
+}
+
+// Keys of a step come before the values of the step before it: the order in which the consumers need them.
+template <typename C>
+__device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q_map, const CUtensorMap& k_map,
+                                     const CUtensorMap& v_map, const Args& args) {
+    constexpr bool kShared = C::kCluster > 1;
+    Recorder recorder(args, C::kConsumers + 1, 0, true);
+    Ring<C> keys, values;
+    uint32_t q_phase = 0;
+    int value_row = -1, value_head = 0, value_batch = 0;
+    const auto load_values = [&] {
+        recorder.enter(Phase::kValueBuffer);
+        barrier_wait<kShared>(smem.v_empty(values.stage), values.phase ^ 1);
+        recorder.enter(Phase::kLoad);
+        barrier_expect_bytes(smem.v_full(values.stage), C::kKvBytes);
+        load_slice<C>(smem.v(values.stage), &v_map, smem.v_full(values.stage), value_row, value_head, value_batch);
+        values.advance();
+    };
+    for (int index = first_tile<C>(); index < args.tiles; index += tile_step<C>()) {
+        const Tile tile = locate<C>(args, index);
+        for (int block = tile.blocks - 1; block >= 0; --block) {
+            recorder.enter(Phase::kKeyBuffer);
+            barrier_wait<kShared>(smem.k_empty(keys.stage), keys.phase ^ 1);
+            recorder.enter(Phase::kLoad);
+            barrier_expect_bytes(smem.k_full(keys.stage), C::kKvBytes);
+            const int row = (tile.first_block + block) * C::kTileN;
+            load_slice<C>(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
+            keys.advance();
+            if (block == tile.blocks - 1) {
+                for (int group = 0; group < C::kConsumers; ++group) {
+                    recorder.enter(Phase::kQueryBuffer);
+                    barrier_wait(smem.q_empty(group), q_phase ^ 1);
+                    recorder.enter(Phase::kLoad);
+                    barrier_expect_bytes(smem.q_full(group), C::kGroupBytes);
+                    tma_load(smem.q(group), &q_map, smem.q_full(group), tile.row + group * kGroupRows, tile.head,
+                             tile.batch);
+                }
+                q_phase ^= 1;
+            }
+            if (value_row >= 0) load_values();
+            value_row = row;
+            value_head = tile.head;
+            value_batch = tile.batch;
+        }
+    }
+    if (value_row >= 0) load_values();
+    recorder.enter(Phase::kEnd);
+}
+
+// Follows every value tile of a launch with key lengths, so that it can never mistake one phase for another.
+template <typename C>
+__device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const Args& args) {
+    constexpr int kBoxRows = C::kTileN * (C::kHeadDim / 64);
+    const int lane = threadIdx.x % 32;
+    Ring<C> values;
+    for (int index = first_tile<C>(); index < args.tiles; index += tile_step<C>()) {
+        const Tile tile = locate<C>(args, index);
+        for (int block = 0; block < tile.blocks; ++block) {
+            barrier_wait(smem.v_full(values.stage), values.phase);
+            if (block == 0 && tile.clear) {
+                // 128-byte rows of 64 columns, eight 16-byte pieces each; the swizzle stays inside a row.
+                for (int piece = lane; piece < 8 * kBoxRows; piece += 32)
+                    if (piece / 8 % C::kTileN >= tile.tail) store_zero16(smem.v(values.stage) + 16 * piece);
+                async_proxy_fence();
+                __syncwarp();
+                if (lane == 0) barrier_arrive(smem.v_clean(values.stage));
+            }
+            release_shared<C>(smem.v_empty(values.stage));
+            values.advance();
+        }
+    }
+}
+
+}  // namespace videoattn::hopper

@@ -1,0 +1,125 @@
+"""compute-sanitizer over the Hopper kernel on small shapes: one command, one table.
+
+Runs memcheck, initcheck, synccheck and racecheck on a process that launches every configuration with tails,
+key lengths, split keys and many tiles a CTA, and holds each result against fp32. Exit status 1 if a tool
+reports anything or a result is wrong.
+
+    python scripts/sanitize_hopper.py
+    python scripts/sanitize_hopper.py --tools memcheck racecheck --variant d128_late --log reports
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tune_hopper
+
+from videoattn.kernels import accuracy, library
+
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+# batch, heads, q_len, kv_len, head_dim, splits, CTAs (0: all)
+CASES = (
+    (1, 2, 300, 517, 128, 1, 0),
+    (1, 3, 200, 128, 128, 1, 1),
+    (2, 2, 130, 700, 64, 1, 3),
+    (1, 2, 70, 259, 64, 1, 1),
+    (2, 2, 100, 900, 64, 3, 0),
+    (1, 2, 100, 900, 128, 2, 0),
+)
+
+
+def child(variant: str | None) -> int:
+    """The process under the sanitizer: every case with and without key lengths; how many were wrong."""
+    built = tune_hopper.build(variant) if variant else library.load()
+    wrong = 0
+    for case in CASES:
+        batch, heads, q_len, kv_len, head_dim, splits, grid = case
+        generator = torch.Generator().manual_seed(kv_len)
+        sizes = [(batch, length, heads, head_dim) for length in (q_len, kv_len, kv_len)]
+        q, k, v = (torch.randn(size, generator=generator).to(torch.bfloat16).cuda() for size in sizes)
+        lengths = torch.tensor([kv_len // 3, 0][:batch], dtype=torch.int32).cuda()
+        for kv_lengths in (None, lengths):
+            out = tune_hopper.launch(built, q, k, v, splits=splits, grid=grid, kv_lengths=kv_lengths)
+            torch.cuda.synchronize()
+            errors = accuracy.compare(out, None, q, k, v, scale=head_dim**-0.5, kv_lengths=kv_lengths)
+            if not errors.passed:
+                print(f"WRONG {case} lengths {kv_lengths is not None}: {errors}")
+                wrong += 1
+    print(f"{2 * len(CASES)} launches, {wrong} wrong")
+    return wrong
+
+
+def find_sanitizer() -> str | None:
+    packaged = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/compute-sanitizer"))
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    return found or (str(packaged[-1]) if packaged else None)
+
+
+def kernel_filter(sanitizer: str) -> list[str]:
+    """Only this library's kernels; the option's name changed between releases."""
+    done = subprocess.run([sanitizer, "--help"], capture_output=True, text=True)
+    known = [
+        name for name in ("--kernel-regex", "--kernel-name", "--filter") if name in done.stdout + done.stderr
+    ]
+    return [known[0], "kernel_substring=videoattn"] if known else []
+
+
+def summary(text: str) -> tuple[int | None, str]:
+    """The tool's own count of reports, None if it printed no summary, and its summary line."""
+    lines = [line for line in text.splitlines() if re.search(r"(ERROR|RACECHECK) SUMMARY", line)]
+    if not lines:
+        return None, (text.strip().splitlines() or ["no output"])[-1]
+    found = re.search(r"SUMMARY: (\d+)", lines[-1])
+    return (int(found[1]) if found else None), lines[-1].replace("=", "").strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS)
+    parser.add_argument("--variant", default=None, choices=list(tune_hopper.VARIANTS))
+    parser.add_argument("--log", type=Path, default=None, metavar="FOLDER", help="keep each tool's output")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        return int(child(options.variant) > 0)
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print(
+            "there is no compute-sanitizer: install the CUDA toolkit's, or put it on the path",
+            file=sys.stderr,
+        )
+        return 1
+    # torch's own kernels are not what is examined, nor what its allocator leaves unwritten.
+    only_ours = kernel_filter(sanitizer)
+    again = [sys.executable, __file__, "--child"]
+    if options.variant:
+        again += ["--variant", options.variant]
+    print(f"{'tool':<10} {'reports':>7} {'results':<24} summary")
+    failed = False
+    for tool in options.tools:
+        command = [sanitizer, "--tool", tool, *only_ours, *again]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        reports, line = summary(done.stdout + done.stderr)
+        results = next((x for x in done.stdout.splitlines() if " launches, " in x), "did not finish")
+        failed |= reports != 0 or not results.endswith(" 0 wrong")
+        print(f"{tool:<10} {'?' if reports is None else reports:>7} {results:<24} {line}", flush=True)
+        if options.log is not None:
+            options.log.mkdir(parents=True, exist_ok=True)
+            (options.log / f"{tool}.txt").write_text(done.stdout + done.stderr)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The Hopper kernel's scripts: variants, what they read out of other tools' output, the profile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_attention as bench
+import ncu_hopper
+import sanitize_hopper
+import sass_hopper
+import tune_hopper
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ncu_values_of_the_longest_kernel():
+    text = (
+        "==PROF== Connected to process 1\n"
+        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+        '"0","fill","gpu__time_duration.sum","ns","2,000"\n'
+        '"1","videoattn","gpu__time_duration.sum","ns","1,250,000"\n'
+        '"1","videoattn","smsp__issue_active.avg.pct_of_peak_sustained_active","%","41.5"\n'
+        '"1","videoattn","lts__t_sector_hit_rate.pct","%","n/a"\n'
+    )
+    assert ncu_hopper.parse(text) == {
+        "gpu__time_duration.sum": 1_250_000.0,
+        "smsp__issue_active.avg.pct_of_peak_sustained_active": 41.5,
+    }
+
+
+def test_ncu_without_permission_says_so():
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        ncu_hopper.parse("==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "reports"),
+    [
+        ("========= ERROR SUMMARY: 0 errors\n", 0),
+        ("========= x\n========= ERROR SUMMARY: 3 errors\n", 3),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n", 2),
+        ("Segmentation fault\n", None),
+    ],
+)
+def test_sanitizer_summaries(text, reports):
+    found, line = sanitize_hopper.summary(text)
+    assert found == reports
+    assert line
+    assert "=====" not in line
+
+
+def test_the_inner_loop_leaves_out_what_branches_skip():
+    rare = [("code", "FADD R1, R1, -R2")] * (sass_hopper.RARE + 1)
+    lines = [
+        ("label", ".L_x_1"),
+        ("code", "FMUL R0, R0, R0"),
+        ("label", ".L_x_2"),
+        ("code", "HGMMA.64x128x16.F32.BF16 R88, R180, gdesc[UR8], RZ, !UPT"),
+        ("code", "@!P2 BRA `(.L_x_3)"),
+        *rare,
+        ("label", ".L_x_3"),
+        ("code", "@!P0 MUFU.EX2 R88, R88"),
+        ("code", "@P0 BRA `(.L_x_2)"),
+        ("code", "@P1 BRA `(.L_x_1)"),
+    ]
+    assert sass_hopper.count(sass_hopper.inner_loop(lines)) == {"HGMMA": 1, "BRA": 2, "MUFU": 1}
+    with pytest.raises(ValueError, match="no loop"):
+        sass_hopper.inner_loop(lines[:2])
+
+
+def test_goals_follow_the_groups():
+    assert bench.goal("self 6144") == 1.04
+    assert bench.goal("audio self 259") == 1.30
+    assert bench.goal("1,2,3,4,64") is None
+    assert set(bench.GOALS) == set(bench.GROUPS)
+
+
+def test_every_variant_names_choices_that_exist(tmp_path):
+    for name, variant in tune_hopper.VARIANTS.items():
+        root = variant.write(tmp_path / name)
+        source = (root / "hopper" / "attention.cu").read_text()
+        assert f"({variant.kernel}_bf16, {variant.config}, " in source
+
+
+def test_an_unknown_choice_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="no choice kStage"):
+        tune_hopper.d128("a slip", kStage=3).write(tmp_path)
+
+
+def test_the_profile_tells_the_order_of_a_step(tmp_path):
+    """The script as a user runs it, in the simulator."""
+    target = tmp_path / "trace.json"
+    command = [sys.executable, "scripts/profile_hopper.py", "--simulate", "--shape", "1,1,128,300,128"]
+    done = subprocess.run(
+        [*command, "--output", target], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert re.search(r"consumer 1 +softmax +[\d.]+% +3 ", done.stdout), done.stdout
+    spans = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
+    steps = {"issue": 3, "wait for scores": 3, "softmax": 3, "pack P": 3, "epilogue": 1}
+    for consumer in (1, 2):
+        own = [span for span in spans if span["tid"] == consumer and span["pid"] == 0]
+        assert all(a["ts"] + a["dur"] == b["ts"] for a, b in itertools.pairwise(own))
+        names = [span["name"] for span in own]
+        assert {name: names.count(name) for name in steps} == steps
+        order = ["wait for keys", "wait for the turn", "issue", "wait for scores", "softmax"]
+        assert names[:5] == order
+        assert names[names.index("pack P") + 1 :][:5] == order
+    turns = sorted((span["ts"], span["tid"]) for span in spans if span["name"] == "issue")
+    assert [consumer for _, consumer in turns] == [1, 2] * 3, "the consumers take turns"
+    assert {span["name"] for span in spans if span["tid"] == 0} >= {"load", "wait for a key buffer"}

@@ -1,0 +1,100 @@
+"""Variants of the Hopper kernel that tune_hopper.py times, in the simulator: right, without findings."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import tune_hopper
+
+from videoattn.kernels import abi, library, plan, simulated
+from videoattn.kernels.accuracy import compare
+from videoattn.ptxsim import Schedule
+
+# Together every choice that config.h offers beside the product's.
+CHECKED = {
+    **{
+        name: tune_hopper.VARIANTS[name]
+        for name in ("d128_late_cluster_stages3", "d128_late_n176", "d128_stages3")
+    },
+    "d64_late_soft_early_turn": tune_hopper.d64(
+        "all choices at once", **tune_hopper.LATE, kSoftBlocks=2, kTileN=112, kEarlyTurn=2
+    ),
+}
+
+
+@contextmanager
+def sources_at(root, monkeypatch):
+    """The planner and the simulator work on this csrc."""
+    monkeypatch.setattr(library, "SOURCES", root)
+    planner = abi.declare(ctypes.CDLL(str(plan.build(root))))
+    monkeypatch.setattr(plan, "load", lambda: planner)
+    simulated.module.cache_clear()
+    yield
+    simulated.module.cache_clear()
+
+
+@pytest.fixture(params=CHECKED, scope="module")
+def variant(request, tmp_path_factory):
+    monkeypatch = pytest.MonkeyPatch()
+    chosen = CHECKED[request.param]
+    with sources_at(chosen.write(tmp_path_factory.mktemp(request.param)), monkeypatch):
+        yield chosen
+    monkeypatch.undo()
+
+
+def inputs(batch, heads, q_len, kv_len, head_dim):
+    generator = torch.Generator().manual_seed(q_len * 1000 + kv_len)
+    sizes = [(batch, length, heads, head_dim) for length in (q_len, kv_len, kv_len)]
+    q, k, v = (torch.randn(size, generator=generator).to(torch.bfloat16) for size in sizes)
+    return q, k, v
+
+
+def check(q, k, v, *, kv_lengths=None, schedule=None, **options):
+    scale = q.shape[-1] ** -0.5
+    out, lse, reports = simulated.run(
+        q, k, v, scale=scale, arch=90, kv_lengths=kv_lengths, schedule=schedule, **options
+    )
+    for report in reports:
+        assert not report.findings, str(report)
+    errors = compare(out, lse, q, k, v, scale=scale, kv_lengths=kv_lengths)
+    assert errors.passed, str(errors)
+    return out, lse
+
+
+def head_dim(variant):
+    return 128 if variant.config.startswith("D128") else 64
+
+
+def test_tiles_one_after_the_other(variant):
+    """One query tile a head, so that of a pair the second CTA has only rows past the end."""
+    check(*inputs(1, 2, 94, variant.tile + 37, head_dim(variant)), grid=1, schedule=Schedule.late())
+
+
+def test_key_lengths_and_parts(variant):
+    lengths = torch.tensor([0, 1, 2 * variant.tile, 9999], dtype=torch.int32)
+    q, k, v = inputs(len(lengths), 1, 64, 2 * variant.tile + 5, head_dim(variant))
+    past = torch.arange(k.shape[1]) >= lengths[:, None]
+    k, v = (x.masked_fill(past[:, :, None, None], torch.nan) for x in (k, v))
+    splits = 1 if variant.tile == 176 else 2
+    out, lse = check(q, k, v, kv_lengths=lengths, grid=2, splits=splits, schedule=Schedule.random(splits))
+    assert (out[0] == 0).all()
+    assert lse is not None
+    assert lse[0].isneginf().all()
+
+
+def test_scores_that_leap(variant):
+    """Blocks run from the last to the first; some rows leap by tens of powers of two, some by hundreds."""
+    dim = head_dim(variant)
+    q, k, v = inputs(1, 1, 30, 3 * variant.tile, dim)
+    q[:, ::5] *= 4
+    q[:, 1::16] *= 40
+    growth = torch.linspace(6, 0.02, k.shape[1])[None, :, None, None]
+    check(q, (k * growth).to(k.dtype), v)
