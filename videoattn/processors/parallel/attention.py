@@ -83,7 +83,7 @@ def self_attention(
 
 
 class _Exchange:
-    """One Ulysses all-to-all: a part of the tokens, all heads → all the group's tokens, a part of the heads."""
+    """One Ulysses all-to-all: some tokens of all heads → all the group's tokens of some heads."""
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._received, self._work = tensor, None
@@ -231,7 +231,8 @@ def merge(one: Part, other: Part) -> Part:
     """Attention to the union of two disjoint sets of keys, from the attention to each.
 
     Each result is an fp32 output `(batch, q_len, heads, head_dim)` and its natural-log LSE
-    `(batch, heads, q_len)`; LSE −inf says that there were no keys. out = Σ exp(lseᵢ − lse) outᵢ with lse = log Σ exp(lseᵢ).
+    `(batch, heads, q_len)`; LSE −inf says that there were no keys. out = Σ exp(lseᵢ − lse) outᵢ, where
+    lse = log Σ exp(lseᵢ).
     """
     lse = torch.logaddexp(one[1], other[1])
     reference = lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,9 +1,9 @@
 """Which token streams of a model the ranks share out: the video's; sound and text are whole on every rank.
 
-Splitting the video alone needs no padding of the sound's odd lengths (259 tokens for 249 frames), leaves text,
-sound and audio-to-video calls without any communication, and lets video-to-audio calls send partial results
-in place of the video's keys. Its price is the sound's own work on every rank: counted in matrix FLOPs under
-0.1 % of a 1536×1024 forward, 2 % of a 384×256 one.
+Splitting the video alone needs no padding of the sound's odd lengths (259 tokens for 249 frames), leaves
+text, sound and audio-to-video calls without any communication, and lets video-to-audio calls send partial
+results in place of the video's keys. Its price is the sound's own work on every rank: counted in matrix FLOPs
+under 0.1 % of a 1536×1024 forward, 2 % of a 384×256 one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from videoattn.processors.parallel.attention import (
     share,
     split_attention,
 )
+from videoattn.processors.parallel.degrees import refuse_heads
 
 # Arguments of the transformers that may hold one entry for each video token, in dimension 1.
 PER_TOKEN = ("hidden_states", "timestep", "video_keyframes_mask")
@@ -113,7 +114,7 @@ class Streams:
                 registry.register_hook(hook, name)
             return
         for module in self._model.modules():
-            processor = getattr(module, "processor", None)
+            processor: Any = getattr(module, "processor", None)
             if hasattr(processor, "_parallel_config"):
                 processor._parallel_config = config
         apply_context_parallel(self._model, config.context_parallel_config, type(self._model)._cp_plan)
@@ -230,17 +231,6 @@ def _refuse_caching(model: Any) -> None:
             "caching decides from a rank's own tokens which blocks to skip, and ranks that disagree wait for "
             "each other for ever: call disable_cache() under context parallelism"
         )
-
-
-def refuse_heads(heads: int, ulysses: int) -> str | None:
-    """Why a Ulysses degree does not fit a number of heads, with those that do; None if it fits."""
-    if heads % ulysses == 0:
-        return None
-    legal = ", ".join(str(degree) for degree in range(1, heads + 1) if heads % degree == 0)
-    return (
-        f"Ulysses shares out whole heads, and {ulysses} does not divide this model's {heads}: take a degree "
-        f"of {legal}, or the ring"
-    )
 
 
 def _stock_hooks(model: Any) -> list[tuple[Any, str, Any]]:
