@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+import io
+import sys
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,10 @@ import videoattn
 from tests import pipelines
 from tests.processors.calls import CountingBackend, recording
 from videoattn.processors.parallel import attention
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_context_parallel as bench
 
 
 def config(ulysses: int = 1, ring: int = 1) -> ContextParallelConfig:
@@ -48,10 +55,10 @@ def arrays(results: Any) -> list[np.ndarray]:
     return [each.numpy() for each in results]
 
 
-def groups_of(ulysses: int, ring: int) -> attention.Groups:
+def groups_of(ulysses: int, ring: int, device: str = "cpu") -> attention.Groups:
     degrees = config(ulysses, ring)
-    mesh = dist.init_device_mesh("cpu", degrees.mesh_shape, mesh_dim_names=degrees.mesh_dim_names)
-    degrees.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+    mesh = dist.init_device_mesh(device, degrees.mesh_shape, mesh_dim_names=degrees.mesh_dim_names)
+    degrees.setup(dist.get_rank(), dist.get_world_size(), torch.device(device), mesh=mesh)
     return attention.Groups.of(degrees)
 
 
@@ -288,3 +295,16 @@ def copied() -> list[np.ndarray]:
     twin.enable_parallelism(config=config(2))
     assert model._parallel_config is None
     return arrays([*model(**inputs_of("ltx", [9])), *twin(**inputs_of("ltx", [9]))])
+
+
+def benchmark(arguments: list[str]) -> str:
+    """The table of the measuring script."""
+    options = bench.parse(arguments)
+    arms = bench.measure(options, torch.device("cpu"))
+    if dist.get_rank() > 0:
+        return f"{len(arms)} arms"
+    said = bench.report(options, arms, torch.device("cpu"), "python bench_context_parallel.py")
+    text = io.StringIO()
+    with redirect_stdout(text):
+        bench.print_table(said)
+    return text.getvalue()

@@ -1,4 +1,4 @@
-"""Four processes that run functions as the ranks of gloo groups, started once for many checks."""
+"""Processes that run functions as the ranks of gloo or nccl groups, started once for many checks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ SECONDS = 300
 class Ranks:
     """Use as a context manager; `run` starts a fresh process group for every check."""
 
-    def __init__(self, folder: Path, count: int = 4) -> None:
+    def __init__(self, folder: Path, count: int = 4, backend: str = "gloo") -> None:
         self._folder = folder
+        self._backend = backend
         self._checks = 0
         # The server imports once, and the ranks fork from it.
         context = multiprocessing.get_context("forkserver")
@@ -37,7 +38,7 @@ class Ranks:
         self._checks += 1
         store = self._folder / f"store{self._checks}"
         for rank in range(ranks):
-            self._workers[rank][1].send((check, arguments, rank, ranks, str(store)))
+            self._workers[rank][1].send((check, arguments, rank, ranks, str(store), self._backend))
         answers = []
         for rank, (process, pipe) in enumerate(self._workers[:ranks]):
             assert pipe.poll(SECONDS), f"rank {rank} does not answer: {process}"
@@ -62,10 +63,15 @@ def _serve(pipe: Connection) -> None:
     torch.set_grad_enabled(False)
     while True:
         try:
-            check, arguments, rank, ranks, store = pipe.recv()
+            check, arguments, rank, ranks, store, backend = pipe.recv()
         except EOFError:
             return
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        if device is not None:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend, init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device
+        )
         try:
             pipe.send((True, check(*arguments)))
         except Exception:

@@ -221,3 +221,21 @@ def test_pipelines(ranks, version, degrees, guided, from_image):
         for ours, theirs in zip(result, whole, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
             assert theirs.std() > 1e-3
+
+
+def test_the_measuring_script(ranks):
+    table, other = ranks.run(checks.benchmark, ["--device", "cpu", "--layers", "1", "--rounds", "2"])
+    rows = [line.split() for line in table.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1", "ulysses:2", "ring:2"]
+    assert [row[-1] for row in rows] == ["yes"] * 3, table
+    assert "128x96x17" in table
+    assert other == "0 arms"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--ranks", "1"], ["--rounds", "1"], ["--device", "cuda", "--ranks", "4096"]]
+)
+def test_what_the_measuring_script_refuses(arguments, capsys):
+    with pytest.raises(SystemExit):
+        checks.bench.parse(arguments)
+    assert "error: --r" in capsys.readouterr().err

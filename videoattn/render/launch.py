@@ -15,6 +15,7 @@ from typing import Any
 
 from videoattn.processors.parallel.degrees import Degrees, refuse_heads
 from videoattn.render.errors import NonFinite, RenderError, UsageError
+from videoattn.render.files import Leftovers
 from videoattn.render.rank import Request
 from videoattn.render.sources import ModelInfo
 
@@ -66,11 +67,11 @@ def launch(request: Request) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # It reports what it does, and every rank's failure, in many lines.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     count = Degrees.parse(request.degrees).ranks
     received = None
-    with TemporaryDirectory(prefix="videoattn-ranks-") as folder, _handlers_kept():
+    places = (request.output, request.poster, request.preview, request.timing)
+    leftovers = Leftovers([place for place in places if place is not None])
+    with TemporaryDirectory(prefix="videoattn-ranks-") as folder, _launchers_own():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -88,19 +89,25 @@ def launch(request: Request) -> None:
         try:
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
+            leftovers.remove()
             raise failure(error.failures, Path(folder)) from None
         except SignalException as error:
+            leftovers.remove()
             received = error.sigval
     if received is not None:
         signal.raise_signal(received)
 
 
 @contextmanager
-def _handlers_kept() -> Iterator[None]:
+def _launchers_own() -> Iterator[None]:
+    """Give back the signal handlers that the launcher replaces, and keep what it logs from the terminal."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.disable(disabled)
         for number, handler in before.items():
             signal.signal(number, handler)
 
