@@ -3,7 +3,7 @@
 Arms: one GPU, Ulysses over all ranks, the ring over all ranks. A time is that of the slowest rank of one
 forward, from a barrier on, by CUDA events; random weights and inputs, the same on every rank. Equality is the
 project's accuracy rule one level up: against a forward in fp32, an arm's largest error and relative L2 may be
-twice those of one GPU. On a CPU the same runs with a tiny model through gloo, against fp64, and its times mean
+twice those of one GPU. On a CPU the same runs with a tiny model through gloo against fp64, and its times mean
 nothing.
 
     python scripts/bench_context_parallel.py --ranks 2 --json out.json
