@@ -79,7 +79,8 @@ def build(options: argparse.Namespace, device: torch.device, dtype: torch.dtype)
     torch.manual_seed(options.seed)
     config = RELEASED | ({} if device.type == "cuda" else TINY) | {"num_layers": options.layers}
     with torch.device(device):
-        return LTX2VideoTransformer3DModel(**config).to(dtype).eval()
+        model: Any = LTX2VideoTransformer3DModel(**config)
+    return model.to(dtype).eval()
 
 
 def make_inputs(options: argparse.Namespace, model: Any, device: torch.device) -> dict[str, Any]:

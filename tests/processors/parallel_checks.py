@@ -83,16 +83,7 @@ def self_attention(ulysses: int, ring: int, tokens: int, batch: int, masked: boo
     # A row with a mean far from the others: its LSEs differ most from rank to rank.
     k[:, tokens // 2] *= 20
     mask = random_mask(batch, tokens, tokens) if masked else None
-    out = attention.split_attention(
-        part_of(q),
-        part_of(k),
-        part_of(v),
-        tokens=tokens,
-        groups=groups,
-        mask=mask,
-        kernel="sdpa",
-        kind="video_self",
-    )
+    out = split(part_of(q), part_of(k), part_of(v), tokens, groups, "video_self", mask)
     return attention.gather(out, groups.whole).movedim(0, 1).flatten(1, 2)[:, :tokens].numpy()
 
 
@@ -100,16 +91,22 @@ def split_keys(ulysses: int, ring: int, tokens: int, masked: bool) -> np.ndarray
     groups = groups_of(ulysses, ring)
     q, k, v = draw(2, 7), draw(2, tokens, seed=1), draw(2, tokens, seed=2)
     mask = random_mask(2, 1, tokens) if masked else None
+    return split(q, part_of(k), part_of(v), tokens, groups, "video_to_audio", mask).numpy()
+
+
+def split(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tokens: int,
+    groups: attention.Groups,
+    kind: str,
+    mask: torch.Tensor | None = None,
+    kernel: str = "sdpa",
+) -> torch.Tensor:
     return attention.split_attention(
-        q,
-        part_of(k),
-        part_of(v),
-        tokens=tokens,
-        groups=groups,
-        mask=mask,
-        kernel="sdpa",
-        kind="video_to_audio",
-    ).numpy()
+        q, k, v, tokens=tokens, groups=groups, mask=mask, kernel=kernel, kind=kind
+    )
 
 
 def random_mask(batch: int, rows: int, columns: int) -> torch.Tensor:

@@ -42,14 +42,8 @@ def self_attention(ulysses: int, ring: int, tokens: int) -> dict[str, str]:
     q, k, v = (draw(tokens, seed) for seed in range(3))
     said = {}
     for name in usable(AttentionCall.of(q, k, return_lse=ring > 1, kind="video_self")):
-        out = attention.split_attention(
-            *(checks.part_of(t) for t in (q, k, v)),
-            tokens=tokens,
-            groups=groups,
-            mask=None,
-            kernel=name,
-            kind="video_self",
-        )
+        mine = (checks.part_of(t) for t in (q, k, v))
+        out = checks.split(*mine, tokens, groups, "video_self", kernel=name)
         whole = attention.gather(out, groups.whole).movedim(0, 1).flatten(1, 2)[:, :tokens]
         errors = accuracy.compare(whole, None, q, k, v, scale=128**-0.5)
         said[name] = "" if errors.passed else str(errors)
@@ -62,15 +56,8 @@ def split_keys(tokens: int) -> dict[str, tuple[str, float]]:
     q, k, v = draw(259, 0, head_dim=64), draw(tokens, 1, head_dim=64), draw(tokens, 2, head_dim=64)
     said = {}
     for name in usable(AttentionCall.of(q, k, return_lse=True, kind="video_to_audio")):
-        out = attention.split_attention(
-            q,
-            checks.part_of(k),
-            checks.part_of(v),
-            tokens=tokens,
-            groups=groups,
-            mask=None,
-            kernel=name,
-            kind="video_to_audio",
+        out = checks.split(
+            q, checks.part_of(k), checks.part_of(v), tokens, groups, "video_to_audio", kernel=name
         )
         errors = accuracy.compare(out, None, q, k, v, scale=64**-0.5)
         said[name] = ("" if errors.passed else str(errors)), out.double().sum().item()

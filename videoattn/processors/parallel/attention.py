@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -58,28 +59,51 @@ def present(tokens: int, start: int, size: int) -> int:
     return max(0, min(size, tokens - start))
 
 
-def self_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    tokens: int,
-    groups: Groups,
-    mask: torch.Tensor | None,
-    kernel: str,
-    kind: str,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Call:
+    """What every rank knows of one call.
+
+    `tokens` is the length of the sequence that is split; `mask` is additive, whole on every rank, and
+    broadcasts to `(batch, heads, q_len, kv_len)` of the whole call.
+    """
+
+    tokens: int
+    groups: Groups
+    mask: torch.Tensor | None
+    kernel: str
+    kind: str
+
+    def part(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, *, return_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Attention to those of a rank's keys that are no padding; None if all are, or if there is no query.
+
+        `start` is the place of the first of them in the sequence.
+        """
+        columns = present(self.tokens, start, k.shape[1])
+        if not columns or not q.shape[1]:
+            return None
+        return attend(
+            q,
+            k[:, :columns],
+            v[:, :columns],
+            mask=None if self.mask is None else self.mask[..., start : start + columns],
+            return_lse=return_lse,
+            kernel=self.kernel,
+            kind=self.kind,
+        )
+
+
+def self_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
     """Attention of the whole sequence to itself, each rank with its part in and its part out.
 
-    Args:
-        q, k, v: `(batch, size, heads, head_dim)`; the degree of `groups.ulysses` divides heads.
-        tokens: length of the whole sequence.
-        mask: additive, broadcasts to `(batch, heads, tokens, tokens)`, whole on every rank.
+    Tensors are `(batch, size, heads, head_dim)`; the degree of `call.groups.ulysses` divides heads.
     """
-    exchanges = [_Exchange(t, groups.ulysses) for t in (q, k, v)]
+    ulysses = call.groups.ulysses
+    exchanges = [_Exchange(t, ulysses) for t in (q, k, v)]
     q, k, v = (exchange.wait() for exchange in exchanges)
-    out = _ring(q, k, v, tokens, groups, mask, kernel, kind)
-    return _return_heads(F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - out.shape[1])), groups.ulysses)
+    out = _ring(q, k, v, call)
+    return _return_heads(F.pad(out, (0, 0, 0, 0, 0, q.shape[1] - out.shape[1])), ulysses)
 
 
 class _Exchange:
@@ -112,38 +136,20 @@ def _return_heads(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received.movedim(0, 2).flatten(2, 3)
 
 
-def _ring(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tokens: int,
-    groups: Groups,
-    mask: torch.Tensor | None,
-    kernel: str,
-    kind: str,
-) -> torch.Tensor:
+def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
     """Each rank's queries against every rank's keys, which travel once around; queries without padding."""
-    ranks, index, size = groups.ring.size(), groups.ring.rank(), q.shape[1]
-    first = index * size
-    rows = present(tokens, first, size)
+    group, size = call.groups.ring, q.shape[1]
+    ranks, index = group.size(), group.rank()
+    rows = present(call.tokens, index * size, size)
     q = q[:, :rows]
-    if mask is not None and mask.shape[-2] > 1:
-        mask = mask[..., first : first + rows, :]
+    if call.mask is not None and call.mask.shape[-2] > 1:
+        call = replace(call, mask=call.mask.narrow(-2, index * size if rows else 0, rows))
     total: Part | None = None
     for step in range(ranks):
-        passing = _Passing(k, v, groups.ring) if step + 1 < ranks else None
-        start = (index - step) % ranks * size
-        columns = present(tokens, start, size)
-        if rows and columns:
-            out, lse = attend(
-                q,
-                k[:, :columns],
-                v[:, :columns],
-                mask=None if mask is None else mask[..., start : start + columns],
-                return_lse=ranks > 1,
-                kernel=kernel,
-                kind=kind,
-            )
+        passing = _Passing(k, v, group) if step + 1 < ranks else None
+        result = call.part(q, k, v, (index - step) % ranks * size, return_lse=ranks > 1)
+        if result is not None:
+            out, lse = result
             if lse is None:
                 return out
             total = (out.float(), lse) if total is None else merge(total, (out.float(), lse))
@@ -174,50 +180,22 @@ class _Passing:
         return self._received
 
 
-def split_key_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    tokens: int,
-    groups: Groups,
-    mask: torch.Tensor | None,
-    kernel: str,
-    kind: str,
-) -> torch.Tensor:
+def split_key_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
     """Attention of queries that every rank holds whole to keys of which each holds its part.
 
     Only the partial results travel; every rank merges them in one order, so all get the same bits.
-
-    Args:
-        q: `(batch, q_len, heads, head_dim)`, the same on every rank.
-        k, v: `(batch, size, heads, head_dim)`.
-        tokens: number of keys in all.
-        mask: additive, broadcasts to `(batch, heads, q_len, tokens)`, whole on every rank.
+    `q` is `(batch, q_len, heads, head_dim)`, `k` and `v` are `(batch, size, heads, head_dim)`.
     """
-    size = k.shape[1]
-    start = groups.whole.rank() * size
-    columns = present(tokens, start, size)
+    group = call.groups.whole
     partial = q.new_zeros(*q.shape[:3], q.shape[3] + 1, dtype=torch.float32)
     partial[..., -1] = -torch.inf
-    if columns:
-        out, lse = attend(
-            q,
-            k[:, :columns],
-            v[:, :columns],
-            mask=None if mask is None else mask[..., start : start + columns],
-            return_lse=True,
-            kernel=kernel,
-            kind=kind,
-        )
+    result = call.part(q, k, v, group.rank() * k.shape[1])
+    if result is not None:
+        out, lse = result
         assert lse is not None
         partial[..., :-1], partial[..., -1] = out, lse.transpose(1, 2)
-    gathered = gather(partial, groups.whole)
-    parts = [(each[..., :-1], each[..., -1].transpose(1, 2)) for each in gathered]
-    total = parts[0]
-    for part in parts[1:]:
-        total = merge(total, part)
-    return total[0].to(q.dtype)
+    parts = [(each[..., :-1], each[..., -1].transpose(1, 2)) for each in gather(partial, group)]
+    return reduce(merge, parts)[0].to(q.dtype)
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -249,9 +227,7 @@ _library.define(
 
 def _op(q, k, v, mask, tokens, groups, kernel, kind):
     attention = split_key_attention if kind == "video_to_audio" else self_attention
-    return attention(
-        q, k, v, tokens=tokens, groups=_known[groups], mask=mask, kernel=kernel, kind=kind
-    ).contiguous()
+    return attention(q, k, v, Call(tokens, _known[groups], mask, kernel, kind)).contiguous()
 
 
 _library.impl("split_attention", _op, "CPU")
