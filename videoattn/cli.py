@@ -47,6 +47,7 @@ def render(
     timing: Path | None = None,
     compare: str = "",
     device: str | None = None,
+    context_parallel: str | None = None,
     local_files_only: bool = False,
 ) -> None:
     """Render a prompt into an mp4.
@@ -69,9 +70,17 @@ def render(
         Kernels to run beside the chosen one on the same inputs, comma-separated: flash4,sdpa.
     device
         cpu, cuda or cuda:N; by default the first GPU, or the CPU.
+    context_parallel
+        Share the clip out to several GPUs: ulysses:N, ring:N or ulysses:A,ring:B.
     local_files_only
         Never ask the hub.
     """
+    from videoattn.render.launch import launch, parse_degrees, pick_kind
+    from videoattn.render.rank import Rank, Request, take_part
+
+    # Of the ranks that torchrun started only the first speaks.
+    rank = None if context_parallel is None else Rank.of(os.environ)
+    silent = rank is not None and not rank.first
     job = _job(prompt, settings, from_)
     arms = tuple(arm.strip() for arm in compare.split(",") if arm.strip())
     _check_arms(arms)
@@ -80,8 +89,9 @@ def render(
     from videoattn.render.files import StagedFiles, unused_name
     from videoattn.render.settings import work
 
-    prepared = check(job, local_files_only=local_files_only, warn=_warn)
-    if from_ is not None:
+    prepared = check(job, local_files_only=local_files_only, warn=_ignore if silent else _warn)
+    degrees = None if context_parallel is None else parse_degrees(context_parallel, prepared.info)
+    if from_ is not None and not silent:
         _warn_of_another_image(from_, prepared.image_sha256)
     resolved = prepared.job
     place = output or unused_name(resolved.prompt, resolved.seed)
@@ -90,42 +100,46 @@ def render(
         for each in (place, poster, preview, timing):
             if each is not None:
                 trial.stage(each)
-    err.print(
-        f"{prepared.info.name}, {resolved.recipe}: {resolved.width}x{resolved.height}, {resolved.num_frames} "
-        f"frames, {work(resolved)}, seed {resolved.seed}",
-        markup=False,
-    )
+    if not silent:
+        err.print(
+            f"{prepared.info.name}, {resolved.recipe}: {resolved.width}x{resolved.height}, "
+            f"{resolved.num_frames} frames, {work(resolved)}, seed {resolved.seed}",
+            markup=False,
+        )
 
+    if degrees is not None:
+        device = pick_kind(device, degrees)
     if arms or job.attention != "auto":
         from videoattn.render.devices import pick_device, require_kernels
 
         require_kernels(prepared, pick_device(device), arms)
 
+    files: dict[str, Any] = {"output": place, "poster": poster, "preview": preview, "timing": timing}
+    if degrees is not None:
+        request = Request(
+            job=resolved,
+            degrees=str(degrees),
+            compare=arms,
+            device=device or "cpu",
+            local_files_only=local_files_only,
+            **files,
+        )
+        if rank is None:
+            launch(request)
+        else:
+            take_part(request, rank, out=out, err=err)
+        return
+
     from videoattn.render import models
+    from videoattn.render.printing import print_result
     from videoattn.render.progress import Terminal
     from videoattn.render.run import Renderer
 
     models.quiet()
     renderer = Renderer(device=device, local_files_only=local_files_only, warn=_warn)
     with Terminal(err) as progress:
-        result = renderer.render(
-            prepared,
-            output=place,
-            poster=poster,
-            preview=preview,
-            timing=timing,
-            compare=arms,
-            progress=progress,
-        )
-    if result.receipt is not None:
-        err.print(str(result.receipt), markup=False)
-    if result.report is not None:
-        err.print(result.report)
-    if result.total_seconds is not None:
-        err.print(f"{result.total_seconds:.1f} s without loading, {result.load_seconds:.1f} s loading")
-    for path in (poster, preview, timing, result.path):
-        if path is not None:
-            out.print(str(path), markup=False)
+        result = renderer.render(prepared, compare=arms, progress=progress, **files)
+    print_result(result, (poster, preview, timing), out=out, err=err)
 
 
 @app.command
@@ -288,6 +302,10 @@ def _check_arms(arms: tuple[str, ...]) -> None:
     for arm in arms:
         if arm not in NAMES:
             raise UsageError(f"unknown attention kernel '{arm}' in --compare: choose from {', '.join(NAMES)}")
+
+
+def _ignore(text: str) -> None:
+    """Another rank says it."""
 
 
 def _warn(text: str) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from diffusers import LTX2ImageToVideoPipeline, LTX2VideoTransformer3DModel, LTXImageToVideoPipeline
+from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from peft import LoraConfig
@@ -447,17 +448,18 @@ def test_fused_projections_are_refused():
         transformer(**ltx_inputs())
 
 
-def test_parallel_config_is_refused():
+def test_parallelism_behind_the_back_is_refused():
     transformer = ltx2_transformer()
     handle = videoattn.install(transformer)
     for processor in transformer.attn_processors.values():
-        processor._parallel_config = object()  # what enable_parallelism() does to each processor
-    with torch.no_grad(), pytest.raises(RuntimeError, match="does not shard attention"):
+        processor._parallel_config = object()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="behind its back"):
         transformer(**ltx2_inputs())
     handle.uninstall()
-    transformer._parallel_config = object()
-    with pytest.raises(RuntimeError, match="does not shard attention"):
+    transformer._parallel_config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=2))
+    with pytest.raises(RuntimeError, match="serves context parallelism of the transformer"):
         videoattn.install(transformer)
+    assert traces(transformer) == []
 
 
 def test_diffusers_backends():

@@ -11,6 +11,7 @@ from videoattn.processors import masks
 
 if TYPE_CHECKING:
     from videoattn.dispatch import Kind
+    from videoattn.processors.parallel.streams import Streams
 
 
 class Processor:
@@ -20,17 +21,25 @@ class Processor:
         kind: where the calls sit.
         kernel: a kernel's name or `auto`.
         text_mask: what is known about the masks these calls meet; None where a mask is always kept whole.
+        streams: which tokens this rank computes; None where every rank computes all.
     """
 
-    # diffusers' setters look for these two; a value other than None is refused when the model runs.
+    # diffusers' setters look for these two; what they set is refused when the model runs.
     _attention_backend: Any = None
     _parallel_config: Any = None
     replaces: type
 
-    def __init__(self, kind: Kind, kernel: str, text_mask: masks.TextMask | None = None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        kernel: str,
+        text_mask: masks.TextMask | None = None,
+        streams: Streams | None = None,
+    ) -> None:
         self.kind = kind
         self.kernel = kernel
         self.text_mask = text_mask
+        self.streams = streams
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(kind={self.kind!r}, kernel={self.kernel!r})"
@@ -39,7 +48,8 @@ class Processor:
         """Raise RuntimeError for what this processor would otherwise ignore."""
         if self._parallel_config is not None:
             raise RuntimeError(
-                "videoattn does not shard attention: call uninstall() before enable_parallelism()"
+                "parallelism was set on videoattn's attention processors behind its back: call the "
+                "transformer's own enable_parallelism()"
             )
         if self._attention_backend is not None:
             backend = getattr(self._attention_backend, "value", self._attention_backend)
@@ -66,7 +76,8 @@ class Processor:
             raise RuntimeError(
                 "videoattn has no backward: run the model under torch.no_grad(), or uninstall() to train"
             )
-        kv_len = key.shape[1]
+        streams = self.streams
+        kv_len = key.shape[1] if streams is None else streams.kv_len(self.kind, key.shape[1])
         mask, kv_lengths = attention_mask, None
         if attention_mask is not None:
             if attention_mask.shape[-1] != kv_len:
@@ -75,7 +86,11 @@ class Processor:
             mask, kv_lengths = masks.apply(form, attention_mask, kv_len)
         # Under autocast norms return fp32; SDPA would be autocast, an opaque op is not.
         q, k, v = (t.to(value.dtype).unflatten(2, (attn.heads, -1)) for t in (query, key, value))
-        out, _ = attend(q, k, v, kv_lengths=kv_lengths, mask=mask, kernel=self.kernel, kind=self.kind)
+        if streams is not None and streams.splits(self.kind):
+            out = streams.attend(q, k, v, mask, self.kernel, self.kind)
+        else:
+            mask = mask if streams is None else streams.rows(self.kind, mask)
+            out, _ = attend(q, k, v, kv_lengths=kv_lengths, mask=mask, kernel=self.kernel, kind=self.kind)
         return out.flatten(2, 3).to(query.dtype)
 
 

@@ -11,8 +11,9 @@ from videoattn import kernels as kernel_modules
 from videoattn.dispatch import AttentionCall, KernelUnavailable, Kind, Receipt, choose
 from videoattn.kernels import verify
 from videoattn.processors.base import Processor
+from videoattn.processors.parallel.streams import require_supported
 from videoattn.processors.sites import Site, execution_device, models, nominal_call, sites
-from videoattn.processors.stack import Layer, push, remove, stack_of
+from videoattn.processors.stack import Layer, push, remove, stack_of, streams_of
 
 Kernels = str | Mapping[str, str]
 
@@ -40,7 +41,7 @@ def install(target: Any, kernels: Kernels = "auto") -> Handle:
         ValueError: an unknown kind or kernel, an attention processor that is not diffusers' own, fused
             projections.
         KernelUnavailable: a kernel asked for by name cannot serve the model's calls; the message says why.
-        RuntimeError: the model is sharded over several devices.
+        RuntimeError: the model is parallel in a way that videoattn does not serve; the message says why.
     """
     transformer, connectors = models(target)
     parts = [transformer] if connectors is None else [transformer, connectors]
@@ -48,14 +49,16 @@ def install(target: Any, kernels: Kernels = "auto") -> Handle:
     present: dict[Kind, None] = {site.kind: None for part in parts for site in found[id(part)]}
     names = _kernel_names(kernels, tuple(present))
     for part in parts:
-        _refuse_sharded(part)
+        require_supported(part, getattr(part, "_parallel_config", None))
         _require(names, _calls(part, found[id(part)]))
     _self_check(names, [(part, found[id(part)]) for part in parts])
     layers = []
     for part in parts:
         stack = stack_of(part, found[id(part)])
         processors: dict[Kind, Processor] = {
-            site.kind: site.processor(site.kind, names[site.kind], stack.text_masks.get(site.kind))
+            site.kind: site.processor(
+                site.kind, names[site.kind], stack.text_masks.get(site.kind), stack.streams
+            )
             for site in found[id(part)]
         }
         layer = Layer(processors)
@@ -138,7 +141,9 @@ def _kernel_names(kernels: Kernels, kinds: tuple[Kind, ...]) -> dict[Kind, str]:
 
 def _calls(model: Any, part: list[Site]) -> dict[Kind, AttentionCall]:
     device, dtype = execution_device(model), model.dtype
-    return {site.kind: nominal_call(site, model, device, dtype) for site in part}
+    calls: dict[Kind, AttentionCall] = {site.kind: nominal_call(site, model, device, dtype) for site in part}
+    streams = streams_of(model)
+    return calls if streams is None else {kind: streams.local(call) for kind, call in calls.items()}
 
 
 def _require(names: dict[Kind, str], calls: dict[Kind, AttentionCall]) -> None:
@@ -160,8 +165,3 @@ def _self_check(names: dict[Kind, str], parts: list[tuple[Any, list[Site]]]) -> 
         requests = [(names[kind], call) for kind, call in _calls(model, part).items()]
         if verify.settle(requests, execution_device(model)):
             choose.cache_clear()
-
-
-def _refuse_sharded(model: Any) -> None:
-    if getattr(model, "_parallel_config", None) is not None:
-        raise RuntimeError("videoattn does not shard attention: this model was given to enable_parallelism()")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from videoattn.dispatch import Kind
 from videoattn.processors import masks
 from videoattn.processors.base import FUSED, Processor
+from videoattn.processors.parallel.streams import Streams
 from videoattn.processors.sites import CONNECTORS, Site, family
 
 ATTRIBUTE = "_videoattn_installs"
@@ -48,6 +50,12 @@ class Stack:
             self._watched.append((module, masks.watch(module, looked_at)))
         if hasattr(model, "fuse_qkv_projections"):
             model.fuse_qkv_projections = _refuse_fusing
+        self.streams: Streams | None = None
+        if family(model) != CONNECTORS:
+            self.streams = Streams(model)
+            self.streams.adopt()
+            # A method, so that a copy of the model gets one of its own.
+            model.enable_parallelism = MethodType(_enable_parallelism, model)
 
     def apply(self) -> None:
         """Give every attention module the processor that is now in force; leave a stranger's alone."""
@@ -61,8 +69,11 @@ class Stack:
         """Undo what the constructor did to the model."""
         for module, hook in self._watched:
             masks.unwatch(module, hook)
-        if "fuse_qkv_projections" in vars(model):
-            del model.fuse_qkv_projections
+        if self.streams is not None:
+            self.streams.release()
+        for name in ("fuse_qkv_projections", "enable_parallelism"):
+            if name in vars(model):
+                delattr(model, name)
 
 
 def _masks_of(model: Any, sites: list[Site]) -> list[tuple[torch.nn.Module, dict[str, Kind]]]:
@@ -85,12 +96,25 @@ def _refuse_fusing(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(FUSED)
 
 
+def _enable_parallelism(model: Any, *, config: Any, cp_plan: Any = None) -> None:
+    if cp_plan is not None:
+        raise ValueError("videoattn splits LTX models by a plan of its own: leave cp_plan out")
+    streams: Streams = getattr(model, ATTRIBUTE).streams
+    streams.enable(config)
+
+
 def stack_of(model: Any, sites: list[Site]) -> Stack:
     """The model's stack, made at its first install."""
     with _lock:
         if ATTRIBUTE not in vars(model):
             setattr(model, ATTRIBUTE, Stack(model, sites))
         return getattr(model, ATTRIBUTE)
+
+
+def streams_of(model: Any) -> Streams | None:
+    """Which tokens of the model this rank computes; None before the first install, and for connectors."""
+    stack: Stack | None = vars(model).get(ATTRIBUTE)
+    return None if stack is None else stack.streams
 
 
 def push(model: Any, layer: Layer) -> None:

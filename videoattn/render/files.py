@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -88,6 +89,34 @@ class StagedFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.discard()
+
+
+class Leftovers:
+    """What a process that was killed leaves of its staged files; made before it starts."""
+
+    def __init__(self, places: list[Path]) -> None:
+        self._places = places
+        self._before = set(self._parts())
+        self._missing = [folder for place in places for folder in place.parents if not folder.exists()]
+
+    def _parts(self) -> list[Path]:
+        # Not by a pattern: a name may hold characters that mean something in one.
+        return [
+            part
+            for place in self._places
+            if place.parent.is_dir()
+            for part in place.parent.iterdir()
+            if part.name.startswith(f".{place.name}.") and part.name.endswith(".part")
+        ]
+
+    def remove(self) -> None:
+        """Remove what has come since, and the folders that were made for it."""
+        for part in self._parts():
+            if part not in self._before:
+                part.unlink(missing_ok=True)
+        for folder in self._missing:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def write_failed(error: OSError, place: Path) -> RenderError:

@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.hooks.group_offloading import apply_group_offloading
+from diffusers.models._modeling_parallel import ContextParallelConfig
 from diffusers.models.autoencoders.autoencoder_kl_ltx import AutoencoderKLLTXVideo
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
 from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
@@ -22,6 +23,7 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+from videoattn.processors.parallel.degrees import Degrees
 from videoattn.render.devices import DTYPES
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
@@ -231,6 +233,12 @@ def _offload_groups(name: str, part: torch.nn.Module, device: torch.device) -> N
         # VAEs are entered by encode() and decode(), where groups that a forward would fetch stay away.
         options["offload_type"] = "leaf_level"
     apply_group_offloading(part, **options)
+
+
+def share_out(loaded: Loaded, degrees: Degrees) -> None:
+    """Make this process one of the ranks that share the transformer's tokens; after `videoattn.install`."""
+    config = ContextParallelConfig(ulysses_degree=degrees.ulysses, ring_degree=degrees.ring)
+    loaded.pipe.transformer.enable_parallelism(config=config)
 
 
 def compile_blocks(loaded: Loaded, *, fullgraph: bool) -> None:

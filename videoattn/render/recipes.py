@@ -36,12 +36,16 @@ class ExplicitFloat(float):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What one clip is made from; embeddings on the device, `negative` None in unguided runs."""
+    """What one clip is made from; embeddings on the device, `negative` None in unguided runs.
+
+    Without `decode` the run ends with the latents, on ranks that take part in a clip another one writes.
+    """
 
     job: RenderJob
     prompt: Embeddings
     negative: Embeddings | None
     image: Image.Image | None
+    decode: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,10 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A decoded clip: frames `(frames, 3, height, width)` in [0, 1], audio `(channels, samples)` or None."""
+    """A decoded clip: frames `(frames, 3, height, width)` in [0, 1], audio `(channels, samples)` or None.
+
+    Latents in their place where the inputs said not to decode.
+    """
 
     frames: torch.Tensor
     audio: torch.Tensor | None
@@ -165,7 +172,7 @@ def _common(loaded: Loaded, inputs: Inputs, generator: torch.Generator) -> dict[
         "decode_timestep": job.decode_timestep,
         "decode_noise_scale": job.decode_noise_scale,
         "generator": generator,
-        "output_type": "pt",
+        "output_type": "pt" if inputs.decode else "latent",
         "return_dict": False,
     }
 

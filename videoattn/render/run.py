@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from videoattn.processors.parallel.degrees import Degrees
 from videoattn.render import clip as clips
 from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
@@ -71,7 +72,8 @@ class Renderer:
     """Renders jobs one after another and keeps the latest model loaded between them.
 
     `device` is a torch device's name, by default the first CUDA device or the CPU. `warn` receives one line
-    for whatever a user should know and that is no error.
+    for whatever a user should know and that is no error. With `parallel` this process is one of the ranks
+    that share every clip, in an initialised torch.distributed: the first calls `render`, the others `follow`.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class Renderer:
         device: str | None = None,
         local_files_only: bool = False,
         warn: Callable[[str], None] = lambda text: None,
+        parallel: Degrees | None = None,
     ) -> None:
         self.device = pick_device(device)
+        self.parallel = parallel
         self.local_files_only = local_files_only
         self._warn = warn
         self._ready: _Ready | None = None
@@ -149,6 +153,7 @@ class Renderer:
                     device=device_name(self.device),
                     receipt=ready.handle.receipt.to_dict(),
                     image_sha256=prepared.image_sha256,
+                    context_parallel=None if self.parallel is None else str(self.parallel),
                 )
                 clips.write_mp4(
                     staged[output],
@@ -179,6 +184,16 @@ class Renderer:
             None if recording is None else recording.summary(),
             None if recording is None else recording.log,
         )
+
+    def follow(self, job: RenderJob) -> None:
+        """Take part in a clip that the first of the parallel ranks renders and writes."""
+        prepared = self.check(job)
+        clock = _Clock(Silent())
+        with _device_memory(lambda: clock.stage):
+            require_kernels(prepared, self.device, ())
+            ready = self._load(prepared, clock)
+            self._encode(ready, [prepared.job], clock)
+            self._run(ready, prepared, clock, decode=False)
 
     def close(self) -> None:
         """Drop the loaded model."""
@@ -216,17 +231,18 @@ class Renderer:
         # The other parts come to the device once the text encoder has left it, and kernels are chosen there.
         if ready.loaded.resident:
             models.place(ready.loaded)
-        ready.handle = _install(ready.loaded, jobs[0])
+        ready.handle = _install(ready.loaded, jobs[0], self.parallel)
         if jobs[0].compile:
             models.compile_blocks(ready.loaded, fullgraph=not perturbs(jobs[0]))
 
-    def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock) -> recipes.Made:
+    def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock, *, decode: bool = True) -> recipes.Made:
         job = prepared.job
         inputs = recipes.Inputs(
             job,
             ready.prompts.get(job.prompt),
             ready.prompts.get(job.negative_prompt) if is_guided(job) else None,
             prepared.image,
+            decode,
         )
         return recipes.run(ready.loaded, inputs, recipes.Watch(clock.phase, clock.step))
 
@@ -254,14 +270,19 @@ def _key(job: RenderJob) -> tuple[Any, ...]:
     return (*fields, perturbs(job) if job.compile else None)
 
 
-def _install(loaded: models.Loaded, job: RenderJob) -> Any:
+def _install(loaded: models.Loaded, job: RenderJob, parallel: Degrees | None) -> Any:
     from videoattn import install
     from videoattn.dispatch import KernelUnavailable
 
     try:
-        return install(loaded.pipe, kernels=job.kernels)
+        handle = install(loaded.pipe, kernels=job.kernels)
+        if parallel is not None:
+            models.share_out(loaded, parallel)
+            # A kernel asked for by name must serve the calls of one rank too, which may want an LSE.
+            _ = handle.receipt
     except KernelUnavailable as error:
         raise RenderError(str(error)) from None
+    return handle
 
 
 def _to_clip(made: recipes.Made, job: RenderJob) -> clips.Clip:

@@ -1,0 +1,1 @@
+"""Context parallelism: one clip's tokens over several ranks."""
