@@ -11,6 +11,7 @@ from videoattn.processors import masks
 
 if TYPE_CHECKING:
     from videoattn.dispatch import Kind
+    from videoattn.processors.fused import Fusion
 
 
 class Processor:
@@ -20,6 +21,7 @@ class Processor:
         kind: where the calls sit.
         kernel: a kernel's name or `auto`.
         text_mask: what is known about the masks these calls meet; None where a mask is always kept whole.
+        fusion: runs what else sits inside an attention module; None for diffusers' own operations.
     """
 
     # diffusers' setters look for these two; a value other than None is refused when the model runs.
@@ -27,10 +29,17 @@ class Processor:
     _parallel_config: Any = None
     replaces: type
 
-    def __init__(self, kind: Kind, kernel: str, text_mask: masks.TextMask | None = None) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        kernel: str,
+        text_mask: masks.TextMask | None = None,
+        fusion: Fusion | None = None,
+    ) -> None:
         self.kind = kind
         self.kernel = kernel
         self.text_mask = text_mask
+        self.fusion = fusion
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(kind={self.kind!r}, kernel={self.kernel!r})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -12,15 +12,19 @@ from videoattn.processors import masks
 from videoattn.processors.base import FUSED, Processor
 from videoattn.processors.sites import CONNECTORS, Site, family
 
+if TYPE_CHECKING:
+    from videoattn.processors.fused import Fusion
+
 ATTRIBUTE = "_videoattn_installs"
 _lock = threading.RLock()
 
 
 class Layer:
-    """One install's processors for one model: one per kind."""
+    """One install's processors for one model, one per kind; `block_fusion` also runs its blocks, if given."""
 
-    def __init__(self, processors: dict[Kind, Processor]) -> None:
+    def __init__(self, processors: dict[Kind, Processor], block_fusion: Fusion | None = None) -> None:
         self.processors = processors
+        self.block_fusion = block_fusion
 
 
 class Stack:
@@ -40,6 +44,7 @@ class Stack:
             for site in sites
         }
         self.kinds: dict[Any, Kind] = {site.module: site.kind for site in sites}
+        self._fused_blocks = False
         self._watched: list[tuple[Any, Any]] = []
         for module, names in _masks_of(model, sites):
             looked_at = {
@@ -49,13 +54,20 @@ class Stack:
         if hasattr(model, "fuse_qkv_projections"):
             model.fuse_qkv_projections = _refuse_fusing
 
-    def apply(self) -> None:
+    def apply(self, model: Any) -> None:
         """Give every attention module the processor that is now in force; leave a stranger's alone."""
         for module, original in self.originals.items():
             current = module.processor
             if current is original or isinstance(current, Processor):
                 wanted = self.layers[-1].processors[self.kinds[module]] if self.layers else original
                 module.set_processor(wanted)
+        fusion = self.layers[-1].block_fusion if self.layers else None
+        if fusion is not None or self._fused_blocks:
+            from videoattn.processors import blocks
+
+            self._fused_blocks = fusion is not None
+            for block in blocks.blocks_of(model):
+                blocks.apply(block, fusion)
 
     def dismantle(self, model: Any) -> None:
         """Undo what the constructor did to the model."""
@@ -98,7 +110,7 @@ def push(model: Any, layer: Layer) -> None:
     with _lock:
         stack: Stack = getattr(model, ATTRIBUTE)
         stack.layers.append(layer)
-        stack.apply()
+        stack.apply(model)
 
 
 def remove(model: Any, layer: Layer) -> None:
@@ -106,7 +118,7 @@ def remove(model: Any, layer: Layer) -> None:
     with _lock:
         stack: Stack = getattr(model, ATTRIBUTE)
         stack.layers.remove(layer)
-        stack.apply()
+        stack.apply(model)
         if not stack.layers:
             stack.dismantle(model)
             delattr(model, ATTRIBUTE)
