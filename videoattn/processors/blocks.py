@@ -283,7 +283,9 @@ def _plain(linear: Any, x: torch.Tensor) -> bool:
 
 def hooked(module: torch.nn.Module) -> bool:
     """Whether diffusers or accelerate move or cast the module's weights around its forward."""
-    return hasattr(module, "_diffusers_hook") or hasattr(module, "_hf_hook")
+    # diffusers' cache_context leaves empty registries behind.
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    return hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
 
 
 FUSED: dict[type, type] = {

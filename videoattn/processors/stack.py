@@ -105,6 +105,14 @@ def stack_of(model: Any, sites: list[Site]) -> Stack:
         return getattr(model, ATTRIBUTE)
 
 
+def state_of(model: Any) -> tuple[Any, ...]:
+    """What decides how the model's calls run now: the install in force and the forms of its masks."""
+    stack: Stack | None = vars(model).get(ATTRIBUTE)
+    if stack is None:
+        return ()
+    return stack.layers[-1], tuple(mask.form for mask in stack.text_masks.values())
+
+
 def push(model: Any, layer: Layer) -> None:
     """Put an install in force."""
     with _lock:
