@@ -100,6 +100,13 @@ def render(
         from videoattn.render.devices import pick_device, require_kernels
 
         require_kernels(prepared, pick_device(device), arms)
+    if job.fast:
+        from videoattn.render.devices import pick_device
+        from videoattn.render.fast import fast
+
+        chosen = fast(resolved, pick_device(device))
+        if chosen is not None and chosen.anything:
+            err.print(chosen.says, markup=False)
 
     from videoattn.render import models
     from videoattn.render.progress import Terminal

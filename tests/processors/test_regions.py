@@ -199,7 +199,7 @@ def test_compiled_blocks_make_one_graph_a_size():
     torch.compiler.reset()
     from tests.processors.calls import CountingBackend
 
-    model = ltx2_transformer(layers=3)
+    model = ltx_transformer()
     videoattn.install(model, level="block")
     backend = CountingBackend()
     compile_repeated_blocks = model.compile_repeated_blocks
@@ -212,7 +212,7 @@ def test_compiled_blocks_make_one_graph_a_size():
     model.compile_repeated_blocks = compile_with
     regions.compile_blocks(model)
     assert seen == {"fullgraph": True, "dynamic": False}
-    small, large = ltx2_call(), ltx2_inputs(batch=2)
+    small, large = ltx_inputs(), ltx_inputs(batch=2)
     for _ in range(2):
         model(**small)
         model(**large)

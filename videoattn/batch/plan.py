@@ -34,6 +34,7 @@ _LOADS = (
     "offload",
     "vae_tiling",
     "compile",
+    "fast",
     "attention",
 )
 # And of one of these another shape: new graphs, new buffers.

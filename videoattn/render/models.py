@@ -233,11 +233,6 @@ def _offload_groups(name: str, part: torch.nn.Module, device: torch.device) -> N
     apply_group_offloading(part, **options)
 
 
-def compile_blocks(loaded: Loaded, *, fullgraph: bool) -> None:
-    """Compile the transformer's repeated blocks; after the attention processors were installed."""
-    loaded.pipe.transformer.compile_repeated_blocks(fullgraph=fullgraph)
-
-
 def release(loaded: Loaded) -> None:
     """Drop a pipeline's memory."""
     loaded.pipe = None

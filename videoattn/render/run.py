@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from videoattn.processors.regions import compile_blocks, cuda_graphs
 from videoattn.render import clip as clips
 from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
 from videoattn.render.devices import device_name, pick_device, pick_dtype, require_kernels
 from videoattn.render.errors import RenderError
+from videoattn.render.fast import NOTHING, Fast, fast
 from videoattn.render.files import StagedFiles, require_space, unused_name, write_failed
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
@@ -34,6 +36,7 @@ LOAD_FIELDS = (
     "offload",
     "vae_tiling",
     "compile",
+    "fast",
     "attention",
 )
 
@@ -65,6 +68,9 @@ class _Ready:
     loaded: models.Loaded
     prompts: PromptCache
     handle: Any = None
+    fast: Fast | None = None
+    graphs: Any = None
+    around: str = ""
 
 
 class Renderer:
@@ -149,6 +155,7 @@ class Renderer:
                     device=device_name(self.device),
                     receipt=ready.handle.receipt.to_dict(),
                     image_sha256=prepared.image_sha256,
+                    fast=None if ready.fast is None else ready.fast.says,
                 )
                 clips.write_mp4(
                     staged[output],
@@ -183,6 +190,8 @@ class Renderer:
     def close(self) -> None:
         """Drop the loaded model."""
         if self._ready is not None:
+            if self._ready.graphs is not None:
+                self._ready.graphs.release()
             if self._ready.handle is not None:
                 self._ready.handle.uninstall()
             models.release(self._ready.loaded)
@@ -216,9 +225,18 @@ class Renderer:
         # The other parts come to the device once the text encoder has left it, and kernels are chosen there.
         if ready.loaded.resident:
             models.place(ready.loaded)
-        ready.handle = _install(ready.loaded, jobs[0])
-        if jobs[0].compile:
-            models.compile_blocks(ready.loaded, fullgraph=not perturbs(jobs[0]))
+        job = jobs[0]
+        ready.fast = fast(job, self.device)
+        if ready.fast is not None and not ready.fast.anything:
+            self._warn(ready.fast.says)
+        setup = NOTHING if ready.fast is None else ready.fast.setup
+        ready.handle = _install(ready.loaded, job, level=setup.level, under_compile=setup.under_compile)
+        if job.compile or setup.compile:
+            compile_blocks(ready.loaded.pipe, fullgraph=not perturbs(job))
+        if setup.graph_tokens:
+            ready.graphs = cuda_graphs(ready.loaded.pipe, max_tokens=setup.graph_tokens)
+        regions = replace(setup, compile=job.compile or setup.compile).regions
+        ready.around = "; ".join(filter(None, [ready.handle.around, *regions]))
 
     def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock) -> recipes.Made:
         job = prepared.job
@@ -251,15 +269,15 @@ def render(
 def _key(job: RenderJob) -> tuple[Any, ...]:
     fields = tuple(getattr(job, name) for name in LOAD_FIELDS)
     # A compiled graph is bound to whether guidance perturbs it.
-    return (*fields, perturbs(job) if job.compile else None)
+    return (*fields, perturbs(job) if job.compile or job.fast else None)
 
 
-def _install(loaded: models.Loaded, job: RenderJob) -> Any:
+def _install(loaded: models.Loaded, job: RenderJob, **options: Any) -> Any:
     from videoattn import install
     from videoattn.dispatch import KernelUnavailable
 
     try:
-        return install(loaded.pipe, kernels=job.kernels)
+        return install(loaded.pipe, kernels=job.kernels, **options)
     except KernelUnavailable as error:
         raise RenderError(str(error)) from None
 
@@ -329,7 +347,8 @@ class _Clock:
         self._listener.phase(name, total)
         if self._recording is not None:
             handle = self._ready.handle
-            self._recording.enter(clip=self._clip, stage=name, layers={} if handle is None else handle.layers)
+            layers, around = ({}, None) if handle is None else (handle.layers, self._ready.around)
+            self._recording.enter(clip=self._clip, stage=name, layers=layers, around=around)
 
     def step(self, done: int) -> None:
         if self._recording is not None:
