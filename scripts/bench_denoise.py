@@ -1,11 +1,12 @@
 """Seconds of a denoise forward and of a clip: full-size LTX transformers, random weights, arms interleaved.
 
-An arm is a body with what is added to it: `stock`; `flash3` or `flash4`, stock with that kernel swapped in and
-the no-op text mask dropped; `call`, `attention` or `block`, ours at that level. `+compile` compiles the
-repeated blocks, `+compile-torch` gives the compiler torch operations in place of the fused kernels, `+graphs`
-replays forwards as CUDA graphs. In every round each arm runs some forwards back to back behind a warm-up; the
-table has medians over rounds. A clip of LTX-2.3 is 8 forwards at half size and 3 at full size. The floor is
-attention at the best rate of any kernel here plus linear layers at the rate of a large matrix product.
+An arm is a body with what is added to it: `stock`; `flash3` or `flash4`, stock with that kernel swapped in
+and the no-op text mask dropped; `call`, `attention` or `block`, ours at that level. `+compile` compiles the
+repeated blocks, `+compile-torch` gives the compiler torch operations in place of the fused kernels,
+`+graphs` replays forwards as CUDA graphs. In every round each arm runs some forwards back to back behind a
+warm-up; the table has medians over rounds. A clip of LTX-2.3 is 8 forwards at half size and 3 at full size.
+The floor is attention at the best rate of any kernel here plus linear layers at the rate of a large matrix
+product.
 
 A call that nears --budget-seconds stops and writes what it has; --resume goes on from there.
 
@@ -64,9 +65,7 @@ class Arm:
         self.name = name
         self.body, *added = name.split("+")
         if self.body not in BODIES or not set(added) <= set(ADDED):
-            raise ValueError(
-                f"unknown arm '{name}': one of {', '.join(BODIES)}, then +{' or +'.join(ADDED)}"
-            )
+            raise ValueError(f"unknown arm '{name}': one of {', '.join(BODIES)}, then +{' or +'.join(ADDED)}")
         self.compiled = "compile" in added or "compile-torch" in added
         self.under_compile: Any = "torch" if "compile-torch" in added else "triton"
         self.graphs = "graphs" in added
@@ -249,7 +248,8 @@ def clip_seconds(block: dict, model: denoise_models.Model, arm: str) -> float | 
 def clip_floor(block: dict, model: denoise_models.Model) -> float | None:
     total = 0.0
     for stage, count in (("half", model.half_forwards), ("full", model.full_forwards)):
-        if count and (floor := block.get(stage, {}).get("floor")) is None:
+        floor = block.get(stage, {}).get("floor")
+        if count and floor is None:
             return None
         total += count * floor["burst_s"] if count else 0.0
     return total
@@ -304,7 +304,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=540.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a report of an earlier call to go on from")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="an earlier call's report, to go on from")
     options = parser.parse_args(arguments)
     for name in options.arms:
         try:

@@ -21,7 +21,7 @@ T5_FILLED = 48
 AUDIO_TOKENS_A_SECOND = 25
 
 # LTX-Video 0.9.7 where it differs from the constructor's defaults (the released config.json).
-LTX_13B = {"num_attention_heads": 32, "attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48}
+LTX_13B = {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48}
 _TINY = {"num_layers": 2, "num_attention_heads": 2, "caption_channels": 32}
 
 
@@ -57,7 +57,7 @@ MODELS: dict[str, Model] = {
 
 
 def build(model: Model, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """The transformer with weights drawn on its device: linear layers keep their inputs' size, norms are 1."""
+    """The transformer, weights drawn on its device: linear layers keep their input's size, norms are 1."""
     with torch.device("meta"):
         transformer = model.cls(**model.config).to(dtype)
     transformer.to_empty(device=device)
@@ -73,7 +73,9 @@ def build(model: Model, device: torch.device, dtype: torch.dtype, seed: int = 0)
     return transformer.eval()
 
 
-def inputs(transformer: Any, width: int, height: int, frames: int, batch: int, seed: int = 1) -> dict[str, Any]:
+def inputs(
+    transformer: Any, width: int, height: int, frames: int, batch: int, seed: int = 1
+) -> dict[str, Any]:
     """The arguments that a pipeline gives one forward of a clip; sizes in pixels and frames."""
     config, device = transformer.config, transformer.device
     grid = ((frames - 1) // 8 + 1, height // 32, width // 32)
@@ -132,18 +134,21 @@ def attention_calls(transformer: Any, given: dict[str, Any]) -> list[AttentionCa
         "audio_to_video": (video, audio),
         "video_to_audio": (audio, video),
     }
-    return [
-        AttentionCall(
-            batch,
-            site.module.heads,
-            *lengths[site.kind],
-            site.module.head_dim,
-            transformer.dtype,
-            given["hidden_states"].device.type,
+    calls = []
+    for site in sites(transformer):
+        q_len, kv_len = lengths[site.kind]
+        call = AttentionCall(
+            batch=batch,
+            heads=site.module.heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=site.module.head_dim,
+            dtype=transformer.dtype,
+            device=given["hidden_states"].device.type,
             kind=site.kind,
         )
-        for site in sites(transformer)
-    ]
+        calls.append(call)
+    return calls
 
 
 def linear_flops(model: Model, width: int, height: int, frames: int, batch: int) -> int:

@@ -14,16 +14,26 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 CATEGORIES = ("attention", "linear", "element-wise", "other", "idle")
-_ATTENTION = re.compile(r"flash|sdpa|fmha|attention", re.IGNORECASE)
-_LINEAR = re.compile(r"gemm|nvjet|cutlass|cublas|splitk|addmm|aten::mm|aten::linear|matmul", re.IGNORECASE)
+# Inductor names a kernel after what it fused, whose neighbours may be attention or a product.
+_GENERATED = re.compile(r"^triton_(?!tem)")
+_ATTENTION = re.compile(r"flash|sdpa|fmha|attention|videoattn_", re.IGNORECASE)
+_LINEAR = re.compile(
+    r"gemm|nvjet|cutlass|cublas|splitk|addmm|aten::mm|aten::linear|matmul|triton_tem", re.IGNORECASE
+)
 _OTHER = re.compile(r"memcpy|memset|aten::(empty|copy_|to$|view|reshape|as_strided)", re.IGNORECASE)
+_BY_NAME = (
+    (_GENERATED, "element-wise"),
+    (_ATTENTION, "attention"),
+    (_LINEAR, "linear"),
+    (_OTHER, "other"),
+)
 # Rounds in which each attention kernel runs once, for the floor.
 ROUNDS = 5
 
 
 def category(name: str) -> str:
     """What a kernel, or on a CPU an operation, works on, told by its name."""
-    for pattern, found in ((_ATTENTION, "attention"), (_LINEAR, "linear"), (_OTHER, "other")):
+    for pattern, found in _BY_NAME:
         if pattern.search(name):
             return found
     return "element-wise"
@@ -49,7 +59,7 @@ def breakdown(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
         run()
         if cuda:
             torch.cuda.synchronize(device)
-    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    seconds: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
     if not cuda:
         for event in recorded.key_averages():
             seconds[category(event.key)] += event.self_cpu_time_total / 1e6

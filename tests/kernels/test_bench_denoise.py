@@ -1,4 +1,4 @@
-"""The denoise benchmark on a CPU: its table, budget and resume by a tiny model; its arithmetic on full sizes."""
+"""The denoise benchmark on a CPU: its table, budget and resume by a tiny model; the work of full sizes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_both_families_run():
 
 
 def test_full_size_work():
-    """LTX-2.3 at 1280×704 and 249 frames: 288 calls, 28160 tokens, about 26 GFLOP of linear layers a token."""
+    """LTX-2.3 at 1280×704, 249 frames: 288 calls, 28160 tokens, about 26 GFLOP of linear layers each."""
     model = denoise_models.MODELS["ltx2.3"]
     with torch.device("meta"):
         transformer = model.cls(**model.config)
@@ -93,11 +93,12 @@ def test_full_size_work():
     [
         ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128", "attention"),
-        ("videoattn_hopper_attention_d128", "attention"),
+        ("videoattn_hopper_d128_n128_bf16", "attention"),
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT", "linear"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "linear"),
         ("Memcpy DtoD (Device -> Device)", "other"),
         ("_norm_rotate_kernel", "element-wise"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_mul_2", "element-wise"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_3", "element-wise"),
         ("void at::native::vectorized_elementwise_kernel<4, ...>", "element-wise"),
     ],
@@ -120,3 +121,20 @@ def test_clip_seconds_and_arm_names():
     assert (arm.body, arm.compiled, arm.under_compile, arm.graphs) == ("block", True, "torch", True)
     with pytest.raises(SystemExit):
         bench.parse(["--arms", "fast"])
+
+
+def test_the_accuracy_check_passes_ours_and_fails_a_wrong_arm(capsys, monkeypatch):
+    import check_denoise_accuracy as check
+
+    tiny = ["--device", "cpu", "--config", "tiny", "--size", "64x64", "--frames", "9", "--seeds", "2"]
+    options = [*tiny, "--reference", "sdpa", "--rival", "math", "--no-demo"]
+    assert check.main([*options, "--arm", "block"]) == 0
+    assert capsys.readouterr().out.count(" ok") == 2
+
+    def wrong(self, out, logits):
+        return out * 1.01
+
+    monkeypatch.setattr("videoattn.processors.fused.Fusion.gate", wrong)
+    assert check.main([*options, "--arm", "attention"]) == 1
+    assert capsys.readouterr().out.count("FAILED") == 2
+    assert check.psnr(torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, 0.2]), 1.0) == pytest.approx(20.0)

@@ -29,7 +29,7 @@ _convert_float = interpreter._convert_float
 
 
 def _rounded(source, source_type, target_type, rounding_mode):
-    """The interpreter cuts off what bf16 cannot hold, where a GPU rounds to the nearest: round as a GPU does."""
+    """The interpreter cuts off what bf16 cannot hold, where a GPU rounds to the nearest: do as a GPU."""
     if (source_type, target_type) != (tl.float32, tl.bfloat16):
         return _convert_float(source, source_type, target_type, rounding_mode)
     return torch.from_numpy(source.copy()).bfloat16().view(torch.uint16).numpy()
@@ -210,7 +210,7 @@ def small(inputs, version="ltx"):
 @pytest.mark.parametrize("version", ["ltx", "2.0", "2.3"])
 @pytest.mark.parametrize("level", ["attention", "block"])
 def test_a_transformer(version, level):
-    """Every kind of attention module in its block, against stock's: with gates in 2.3, without in the others."""
+    """Every kind of attention module in its block, against stock's: gated in 2.3, not in the others."""
     dtype = torch.bfloat16
     if version == "ltx":
         stock, inputs = ltx_transformer(layers=1), small(ltx_inputs(dtype=dtype))

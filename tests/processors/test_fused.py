@@ -24,14 +24,15 @@ CHANNELS, HEADS, HEAD_DIM = 4096, 32, 128
 
 def test_interpreted_kernels():
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    file = str(Path(__file__).with_name("interpreted.py"))
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name("interpreted.py"))],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=850,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
     assert "skipped" not in result.stdout
@@ -135,7 +136,8 @@ def residual_case():
         "GATE_PER_ROW": False, "SCALE_PER_ROW": False, "CHANNELS": CHANNELS, "BLOCK": CHANNELS,
         "ROWS": fused_kernels.ROWS,
     }  # fmt: skip
-    return kernel, dict.fromkeys(kernel.arg_names[: kernel.arg_names.index("x_batch_stride")], "*bf16"), constants
+    pointers = kernel.arg_names[: kernel.arg_names.index("x_batch_stride")]
+    return kernel, dict.fromkeys(pointers, "*bf16"), constants
 
 
 def gate_case():

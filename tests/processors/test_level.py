@@ -78,7 +78,8 @@ def test_what_the_receipt_says():
     assert "level" not in str(plain.receipt)
     handle = videoattn.install(model, level="attention", under_compile="torch")
     assert str(handle.receipt).endswith(
-        "level attention: QK norm with rotary embedding, head gates, by torch, on cpu; under torch.compile by torch"
+        "level attention: QK norm with rotary embedding, head gates, by torch, on cpu; "
+        "under torch.compile by torch"
     )
     assert set(handle.receipt.to_dict()) == set(handle.layers)
 

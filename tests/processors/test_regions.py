@@ -1,4 +1,4 @@
-"""Whole forwards replayed: which are, what a replay depends on, what the log says. No GPU: `Rerun` replays."""
+"""Whole forwards replayed: which are, what a replay depends on, what the log says; `Rerun` is the GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import torch
 from peft import LoraConfig
 
 import videoattn
-from tests.pipelines import call_ltx2, ltx2_inputs, ltx2_pipeline, ltx2_transformer, ltx_inputs, ltx_transformer
+from tests.pipelines import (
+    call_ltx2,
+    ltx2_inputs,
+    ltx2_pipeline,
+    ltx2_transformer,
+    ltx_inputs,
+    ltx_transformer,
+)
 from videoattn.processors import regions
 from videoattn.timing import record_timing, recorder
 from videoattn.timing.report import summarise

@@ -1,7 +1,7 @@
 """LTX blocks whose residuals, norms, modulations and feed-forward run fused: what level "block" swaps in.
 
-A block keeps its weights and its class's name, by which diffusers finds the blocks it compiles; only its class
-is exchanged. One class for all blocks, and not a function for each, is what lets them share one graph.
+A block keeps its weights and its class's name, by which diffusers finds the blocks it compiles; only its
+class is exchanged. One class for all blocks, and not a function for each, is what lets them share one graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHIFT_ATTN, SCALE_ATTN, GATE_ATTN, SHIFT_FF, SCALE_FF, GATE_FF, SHIFT_TEXT, SCAL
 
 
 def _while_installed(stock: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A hook put around a block's forward keeps that forward after uninstall(), which must then be stock's."""
+    """A hook put around a block's forward keeps it after uninstall(): from then on it must be stock's."""
 
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)

@@ -26,8 +26,10 @@ NO_TRITON = "levels above 'call' need Triton on a GPU: pip install triton, or us
 
 
 class Parameter(NamedTuple):
-    """One modulation parameter: the layer's own `(channels,)` and the timestep's `(batch, 1 or seq, channels)`,
-    to be added."""
+    """One modulation parameter, the sum of the layer's own and the timestep's.
+
+    They are `(channels,)` and `(batch, 1 or seq, channels)`.
+    """
 
     table: torch.Tensor
     embedding: torch.Tensor
@@ -110,7 +112,10 @@ class Fusion:
         return first, second
 
     def gate(self, out: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Every head of `(batch, seq, heads · head_dim)` times 2 · sigmoid of its `(batch, seq, heads)` logit."""
+        """Every head of `(batch, seq, heads · head_dim)` times twice the sigmoid of its logit.
+
+        `logits` is `(batch, seq, heads)`.
+        """
         if not self._use_triton(out):
             return gate_twin(out, logits)
         _same_device(out, logits)
@@ -234,8 +239,8 @@ def _check_angles(x: torch.Tensor, cos: torch.Tensor) -> None:
         fits = fits and cos.stride(2) == 1
     if not fits:
         raise ValueError(
-            f"rotary angles {tuple(cos.shape)} do not fit {tuple(x.shape)}: (batch, heads, seq, head_dim / 2) "
-            "or (batch, seq, channels) would, side by side in memory"
+            f"rotary angles {tuple(cos.shape)} do not fit {tuple(x.shape)}: (batch, heads, seq, "
+            "head_dim / 2) or (batch, seq, channels) would, side by side in memory"
         )
 
 
@@ -244,8 +249,8 @@ def _same_device(x: torch.Tensor, *others: torch.Tensor | None) -> None:
     for other in others:
         if other is not None and other.device != x.device:
             raise RuntimeError(
-                f"a weight or an input is on {other.device}, the hidden states on {x.device}: use level='call' "
-                "with offloading that moves single layers"
+                f"a weight or an input is on {other.device}, the hidden states on {x.device}: use "
+                "level='call' with offloading that moves single layers"
             )
 
 

@@ -5,6 +5,8 @@ written once and per-channel vectors are read once a program. Sums and products 
 to its dtype where it is stored. Imported only by `fused`, since it needs Triton.
 """
 
+# A kernel's body is Triton's language and no Python that a type checker could follow.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # torch.library reads the launchers' annotations, so these stay objects: no `from __future__` here.
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -245,7 +247,7 @@ def _residual_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """x + gate · branch, its RMSNorm, and that times (1 + scale) plus shift, once or with two pairs of them."""
+    """x + gate · branch, its RMSNorm, and that times (1 + scale) plus shift, for one or two pairs."""
     batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < CHANNELS
@@ -304,6 +306,10 @@ def _rows(batch: int, length: int) -> int:
     return ROWS if batch * length >= MANY_ROWS else 1
 
 
+def _next_power_of_2(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
 def _warps(block: int) -> int:
     return max(1, min(16, block // (32 * PER_THREAD)))
 
@@ -345,7 +351,7 @@ def _norm_rotate(
             rope, half, angles = SPLIT, cos.shape[3], (first, cos.stride(1), cos.stride(2))
         else:
             rope, half, angles = INTERLEAVED, 1, (first, 0, cos.stride(1))
-    block = triton.next_power_of_2(pairs)
+    block = _next_power_of_2(pairs)
     rows = _rows(batch, length)
     other, other_out = (x, x_out) if y is None else (y, outs[1])
     # A null pointer cannot be passed, so an absent tensor's place is taken by one that is not read.
@@ -384,7 +390,7 @@ def _gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     batch, length, channels = x.shape
     heads = logits.shape[2]
     out = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
-    head_block, dim_block = triton.next_power_of_2(heads), triton.next_power_of_2(channels // heads)
+    head_block, dim_block = _next_power_of_2(heads), _next_power_of_2(channels // heads)
     wrap_triton(_gate_kernel)[(length, batch)](
         x,
         logits,
@@ -426,7 +432,7 @@ def _residual_norm(
     results = results_of(norm, modulation)
     for _ in range(results):
         outs.append(torch.empty((batch, length, channels), dtype=x.dtype, device=x.device))
-    block = triton.next_power_of_2(channels)
+    block = _next_power_of_2(channels)
     rows = _rows(batch, length)
     gate_strides = _strides(gate[1]) if gate else (0, 0, False)
     scale_strides = _strides(modulation[1]) if modulation else (0, 0, False)

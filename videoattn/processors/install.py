@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from videoattn import kernels as kernel_modules
 from videoattn.dispatch import AttentionCall, KernelUnavailable, Kind, Receipt, choose
 from videoattn.processors.base import Processor
-from videoattn.processors.sites import Site, execution_device, models, nominal_call, sites
 from videoattn.processors.levels import CALL, Level, fusion_for, says
+from videoattn.processors.sites import Site, execution_device, models, nominal_call, sites
 from videoattn.processors.stack import Layer, push, remove, stack_of
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def install(
         ValueError: an unknown kind, kernel or level, an attention processor that is not diffusers' own, fused
             projections, a norm or a block that the level does not know.
         KernelUnavailable: a kernel asked for by name cannot serve the model's calls; the message says why.
-        RuntimeError: the model is sharded over several devices, or the level needs what is missing: Triton, or
-            weights that stay in their place.
+        RuntimeError: the model is sharded over several devices, or the level needs what is missing: Triton,
+            or weights that stay in their place.
     """
     transformer, connectors = models(target)
     parts = [transformer] if connectors is None else [transformer, connectors]

@@ -59,8 +59,8 @@ def _require_norms(site: Site, level: Level) -> None:
             )
         if hooked(norm):
             raise RuntimeError(
-                f"level={level!r} reads the weights of {site.path}.{name}, which are offloaded or cast layer by "
-                "layer: use level='call', or offload whole blocks"
+                f"level={level!r} reads the weights of {site.path}.{name}, which are offloaded or cast layer "
+                "by layer: use level='call', or offload whole blocks"
             )
 
 

@@ -33,9 +33,7 @@ class LTX2Processor(Processor):
         self.refuse(attn)
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         value = attn.to_v(source)
-        query, key = query_and_key(
-            attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion
-        )
+        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
         out = self.attend(attn, query, key, value, attention_mask)
         return project_out(attn, hidden_states, out, self.fusion)
 
@@ -67,9 +65,7 @@ class LTX2PerturbedProcessor(Processor):
             all_perturbed = perturbation_mask is not None and bool(torch.all(perturbation_mask == 0))
         if all_perturbed:
             return project_out(attn, hidden_states, value, self.fusion)
-        query, key = query_and_key(
-            attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion
-        )
+        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
         out = self.attend(attn, query, key, value, attention_mask)
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
@@ -87,7 +83,7 @@ def query_and_key(
     """Projected, normalised and rotated query and key, `(batch, seq, heads · head_dim)`."""
     query, key = attn.to_q(hidden_states), attn.to_k(source)
     if query_rotary_emb is None or key_rotary_emb is None:
-        # As in diffusers: without angles of its own the key takes the query's, without the query's none turns.
+        # As in diffusers: a key without angles takes the query's, and without the query's none turns.
         key_rotary_emb = query_rotary_emb
     if fusion is not None:
         return fusion.query_and_key(attn, query, key, query_rotary_emb, key_rotary_emb)

@@ -205,10 +205,9 @@ class ForwardGraphs:
             return "gradients are on"
         if arguments.get("spatio_temporal_guidance_blocks") or arguments.get("perturbation_mask") is not None:
             return "spatio-temporal guidance branches on a tensor"
-        if "video_coords" in self.__signature__.parameters and "fps" in self.__signature__.parameters:
-            # LTX-2 builds them from host memory, which a capture forbids; its pipelines hand them in.
-            if arguments.get("video_coords") is None:
-                return "no video_coords were given"
+        # LTX-2 builds them from host memory, which a capture forbids; its pipelines hand them in.
+        if "audio_coords" in self.__signature__.parameters and arguments.get("video_coords") is None:
+            return "no video_coords were given"
         for value in _pytree.tree_leaves(arguments):
             if isinstance(value, torch.Tensor) and value.device != hidden_states.device:
                 return f"an argument is on {value.device}"
@@ -218,14 +217,14 @@ class ForwardGraphs:
 def cuda_graphs(target: Any, *, max_tokens: int | None = None) -> ForwardGraphs:
     """Replay a transformer's forwards as CUDA graphs, one for each set of shapes, dtypes and mask forms.
 
-    Of each kind the first forward runs as ever and the second is captured, which launches nothing; later ones
-    cost one launch. Results are those of the captured kernels, bit for bit. A recording of timings times these
-    forwards whole. Graphs are made anew when weights moved or adapters changed. The graphs' activations live
+    Of each kind the first forward runs as ever and the second is captured, which launches nothing; later
+    ones cost one launch. Results are those of the captured kernels, bit for bit. A recording of timings times
+    these forwards whole. Graphs are made anew when weights moved or adapters changed. Their activations live
     in a memory pool of their own until `release()`.
 
     Args:
         target: a pipeline or a transformer, as for `install()`, on its GPU; its blocks may be compiled.
-        max_tokens: forwards of more tokens, batch times sequence, run as ever: they are not bound by launches.
+        max_tokens: forwards of more tokens, batch times sequence, run as ever: launches do not bind them.
 
     Raises:
         TypeError: `target` is no such model.

@@ -76,7 +76,5 @@ def fast(job: RenderJob, device: torch.device) -> Fast | None:
     if setup is None:
         return Fast(NOTHING, f"--fast: nothing was measured on {name} or its family, rendering as usual")
     if job.offload != "none" or job.dtype == "fp8":
-        return Fast(
-            NOTHING, "--fast: nothing was measured with offloaded or fp8 weights, rendering as usual"
-        )
+        return Fast(NOTHING, "--fast: nothing was measured with offloaded or fp8 weights, rendering as usual")
     return Fast(setup, f"--fast on {name}: {', '.join(setup.parts)} ({setup.because})")

@@ -163,9 +163,7 @@ class Recording:
         self._switch(Stage(None, None, {}))
 
     @contextmanager
-    def forward(
-        self, device: torch.device | str | None = None, *, replayed_calls: int = 0
-    ) -> Iterator[None]:
+    def forward(self, device: torch.device | str | None = None, *, replayed_calls: int = 0) -> Iterator[None]:
         """Time one whole forward; `log.forwards` holds the results.
 
         `replayed_calls` says how many attention calls a CUDA graph replays in it, which have no rows.

@@ -258,8 +258,8 @@ def _notes(log: TimingLog, base: TimingLog, total: Line) -> list[str]:
     if replayed:
         calls = sum(forward.replayed_calls for forward in replayed)
         notes.append(
-            f"{len(replayed)} forwards replayed a CUDA graph: their {calls} attention calls have no time of their "
-            f"own, totals and shares leave them out. {_forwards(replayed)}"
+            f"{len(replayed)} forwards replayed a CUDA graph: their {calls} attention calls have no time of "
+            f"their own, totals and shares leave them out. {_forwards(replayed)}"
         )
     for name, arm in total.arms.items():
         for reason, count in arm.refused.items():
