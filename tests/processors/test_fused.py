@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -168,3 +169,24 @@ def test_compiled_at_full_width(case, capability, tmp_path):
 def test_unknown_engine():
     with pytest.raises(ValueError, match="'triton' or 'torch', not 'cuda'"):
         fused.Fusion("cuda")  # type: ignore[arg-type]
+
+
+def test_traced_for_a_gpu_kernels_write_fresh_buffers_alone():
+    """What torch.compile takes for written it copies first: only outputs may be among it."""
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("trace_for_gpu.py"))],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == [
+        ["x_out", "y_out"],
+        ["out"],
+        ["x_out"],
+        ["out", "out2", "x_out"],
+        ["out"],
+        ["x_out"],
+    ]

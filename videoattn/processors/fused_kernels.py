@@ -353,8 +353,9 @@ def _norm_rotate(
             rope, half, angles = INTERLEAVED, 1, (first, 0, cos.stride(1))
     block = _next_power_of_2(pairs)
     rows = _rows(batch, length)
-    other, other_out = (x, x_out) if y is None else (y, outs[1])
-    # A null pointer cannot be passed, so an absent tensor's place is taken by one that is not read.
+    # A null pointer cannot be passed, so an absent tensor's place is taken by an input. An output twice would
+    # keep torch.compile from writing it in place.
+    other, other_out = (x, x) if y is None else (y, outs[1])
     own_weight = x if x_weight is None else x_weight
     wrap_triton(_norm_rotate_kernel)[((length + rows - 1) // rows, batch)](
         x,
@@ -445,9 +446,9 @@ def _residual_norm(
         *gates,
         x if weight is None else weight,
         *parameters,
-        outs[0],
-        outs[-1] if results < 2 else outs[-2],
-        outs[-1],
+        x if branch is None else outs[0],
+        x if results == 0 else outs[-results],
+        x if results < 2 else outs[-1],
         x.stride(0),
         x.stride(1),
         added.stride(0),
