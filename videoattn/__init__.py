@@ -12,13 +12,16 @@ from videoattn.version import __version__
 if TYPE_CHECKING:
     from videoattn.attention import attention
     from videoattn.processors.install import install
+    from videoattn.processors.regions import compile_blocks, cuda_graphs
     from videoattn.timing import record_timing
 
-__all__ = ["__version__", "attention", "install", "record_timing"]
+__all__ = ["__version__", "attention", "compile_blocks", "cuda_graphs", "install", "record_timing"]
 
 # Imported when first asked for, so that the command answers --help and reads a clip without loading torch.
 _HOMES = {
     "attention": "videoattn.attention",
+    "compile_blocks": "videoattn.processors.regions",
+    "cuda_graphs": "videoattn.processors.regions",
     "install": "videoattn.processors.install",
     "record_timing": "videoattn.timing",
 }

@@ -113,6 +113,13 @@ def render(
         from videoattn.render.devices import pick_device, require_kernels
 
         require_kernels(prepared, pick_device(device), arms)
+    if job.fast:
+        from videoattn.render.devices import pick_device
+        from videoattn.render.fast import fast
+
+        chosen = fast(resolved, pick_device(device), shared=degrees is not None)
+        if chosen is not None and chosen.anything:
+            err.print(chosen.says, markup=False)
 
     files: dict[str, Any] = {"output": place, "poster": poster, "preview": preview, "timing": timing}
     if degrees is not None:

@@ -233,9 +233,13 @@ def describe(call: AttentionCall) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """For each kind of call the kernel that serves it and why the others do not."""
+    """For each kind of call the kernel that serves it and why the others do not.
+
+    `around` says what else is on, empty where nothing is.
+    """
 
     choices: Mapping[str, Choice]
+    around: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready form, kinds in their fixed order."""
@@ -251,4 +255,6 @@ class Receipt:
         for (name, reason), kinds in grouped.items():
             where = "" if len(kinds) == len(self.choices) else f" ({', '.join(kinds)})"
             lines.append(f"not {name}{where}: {reason}")
+        if self.around:
+            lines.append(self.around)
         return "\n".join(lines)

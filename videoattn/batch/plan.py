@@ -37,6 +37,7 @@ _LOADS = (
     "offload",
     "vae_tiling",
     "compile",
+    "fast",
     "attention",
 )
 # And of one of these another shape: new graphs, new buffers.

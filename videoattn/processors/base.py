@@ -11,6 +11,7 @@ from videoattn.processors import masks
 
 if TYPE_CHECKING:
     from videoattn.dispatch import Kind
+    from videoattn.processors.fused import Fusion
     from videoattn.processors.parallel.streams import Streams
 
 
@@ -22,6 +23,7 @@ class Processor:
         kernel: a kernel's name or `auto`.
         text_mask: what is known about the masks these calls meet; None where a mask is always kept whole.
         streams: which tokens this rank computes; None where every rank computes all.
+        fusion: runs what else sits inside an attention module; None for diffusers' own operations.
     """
 
     # diffusers' setters look for these two; what they set is refused when the model runs.
@@ -35,11 +37,13 @@ class Processor:
         kernel: str,
         text_mask: masks.TextMask | None = None,
         streams: Streams | None = None,
+        fusion: Fusion | None = None,
     ) -> None:
         self.kind = kind
         self.kernel = kernel
         self.text_mask = text_mask
         self.streams = streams
+        self.fusion = fusion
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(kind={self.kind!r}, kernel={self.kernel!r})"

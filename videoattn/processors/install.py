@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from videoattn import kernels as kernel_modules
 from videoattn.dispatch import AttentionCall, KernelUnavailable, Kind, Receipt, choose
 from videoattn.kernels import verify
 from videoattn.processors.base import Processor
+from videoattn.processors.levels import CALL, Level, fusion_for, says
 from videoattn.processors.parallel.streams import require_supported
 from videoattn.processors.sites import Site, execution_device, models, nominal_call, sites
 from videoattn.processors.stack import Layer, push, remove, stack_of, streams_of
 
+if TYPE_CHECKING:
+    from videoattn.processors.fused import Engine, Fusion
+
 Kernels = str | Mapping[str, str]
 
 
-def install(target: Any, kernels: Kernels = "auto") -> Handle:
+def install(
+    target: Any, kernels: Kernels = "auto", *, level: Level = CALL, under_compile: Engine = "triton"
+) -> Handle:
     """Swap the attention processors of an LTX pipeline, or of its transformer, for videoattn's.
 
     Of a pipeline the text connectors are served too. A later install on the same model takes precedence until
@@ -32,16 +38,23 @@ def install(target: Any, kernels: Kernels = "auto") -> Handle:
             such a transformer; compiled or not, on any device, offloaded or cast layer by layer.
         kernels: a kernel's name or `auto` for every kind of call, or a mapping from kinds to such names;
             kinds it leaves out are `auto`.
+        level: how much besides the attention calls is served: `call`, nothing, results are diffusers' bit for
+            bit where the kernel's are; `attention`, QK norm, rotary embedding and head gates, fused; `block`,
+            also residuals, norms, modulation and the feed-forward's GELU. Fused work needs Triton on a GPU; a
+            CPU does the same by torch.
+        under_compile: above `call`, what torch.compile is given: the Triton kernels as they are, or `torch`
+            operations that it fuses itself.
 
     Returns:
         A handle, also a context manager, that uninstalls and tells which kernel serves what.
 
     Raises:
         TypeError: `target` is no such model.
-        ValueError: an unknown kind or kernel, an attention processor that is not diffusers' own, fused
-            projections.
+        ValueError: an unknown kind, kernel or level, an attention processor that is not diffusers' own, fused
+            projections, a norm or a block that the level does not know.
         KernelUnavailable: a kernel asked for by name cannot serve the model's calls; the message says why.
-        RuntimeError: the model is parallel in a way that videoattn does not serve; the message says why.
+        RuntimeError: the model is parallel in a way that videoattn does not serve, or the level needs what is
+            missing: Triton, or weights that stay in their place; the message says why.
     """
     transformer, connectors = models(target)
     parts = [transformer] if connectors is None else [transformer, connectors]
@@ -51,28 +64,37 @@ def install(target: Any, kernels: Kernels = "auto") -> Handle:
     for part in parts:
         require_supported(part, getattr(part, "_parallel_config", None))
         _require(names, _calls(part, found[id(part)]))
+    fusion = fusion_for(level, under_compile, found, parts)
     _self_check(names, [(part, found[id(part)]) for part in parts])
     layers = []
     for part in parts:
         stack = stack_of(part, found[id(part)])
         processors: dict[Kind, Processor] = {
             site.kind: site.processor(
-                site.kind, names[site.kind], stack.text_masks.get(site.kind), stack.streams
+                site.kind, names[site.kind], stack.text_masks.get(site.kind), stack.streams, fusion
             )
             for site in found[id(part)]
         }
-        layer = Layer(processors)
+        layer = Layer(processors, fusion if level == "block" and part is transformer else None)
         push(part, layer)
         layers.append((part, found[id(part)], layer))
-    return Handle(names, layers)
+    return Handle(names, layers, level, fusion)
 
 
 class Handle:
     """One install in force; `uninstall()`, or leaving its `with` block, puts back what was there before."""
 
-    def __init__(self, kernels: dict[Kind, str], layers: list[tuple[Any, list[Site], Layer]]) -> None:
+    def __init__(
+        self,
+        kernels: dict[Kind, str],
+        layers: list[tuple[Any, list[Site], Layer]],
+        level: Level = CALL,
+        fusion: Fusion | None = None,
+    ) -> None:
         self.kernels = kernels
+        self.level: Level = level
         self._layers = layers
+        self._fusion = fusion
         self._installed = True
         self._entered = 0
 
@@ -97,7 +119,13 @@ class Handle:
     @property
     def receipt(self) -> Receipt:
         """For each kind the kernel that serves it on the model's current device, and why others do not."""
-        return Receipt({kind: choose(call, self.kernels[kind]) for kind, call in self.calls.items()})
+        choices = {kind: choose(call, self.kernels[kind]) for kind, call in self.calls.items()}
+        return Receipt(choices, self.around)
+
+    @property
+    def around(self) -> str:
+        """One phrase on what runs fused around the calls, and by what; empty at level `call`."""
+        return says(self.level, self._fusion, execution_device(self._layers[0][0]))
 
     def uninstall(self) -> None:
         """Put back the processors that this install replaced; a second call does nothing."""
@@ -124,7 +152,8 @@ class Handle:
         if not self._installed:
             return f"<videoattn, no longer on {models}>"
         kernels = ", ".join(f"{kind}={self.kernels[kind]}" for kind in self.layers)
-        return f"<videoattn on {models}: {kernels}>"
+        level = "" if self.level == CALL else f", level {self.level}"
+        return f"<videoattn on {models}: {kernels}{level}>"
 
 
 def _kernel_names(kernels: Kernels, kinds: tuple[Kind, ...]) -> dict[Kind, str]:

@@ -27,11 +27,14 @@ class LTXVideoProcessor(Processor):
         self.refuse(attn)
         if encoder_hidden_states is None:
             encoder_hidden_states = hidden_states
-        query = attn.norm_q(attn.to_q(hidden_states))
-        key = attn.norm_k(attn.to_k(encoder_hidden_states))
+        query, key = attn.to_q(hidden_states), attn.to_k(encoder_hidden_states)
         value = attn.to_v(encoder_hidden_states)
-        if image_rotary_emb is not None:
-            query = stock.apply_rotary_emb(query, image_rotary_emb)
-            key = stock.apply_rotary_emb(key, image_rotary_emb)
+        if self.fusion is not None:
+            query, key = self.fusion.query_and_key(attn, query, key, image_rotary_emb, image_rotary_emb)
+        else:
+            query, key = attn.norm_q(query), attn.norm_k(key)
+            if image_rotary_emb is not None:
+                query = stock.apply_rotary_emb(query, image_rotary_emb)
+                key = stock.apply_rotary_emb(key, image_rotary_emb)
         out = self.attend(attn, query, key, value, attention_mask)
         return attn.to_out[1](attn.to_out[0](out))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.transformers import transformer_ltx2 as stock
 
 from videoattn.processors.base import Processor
+
+if TYPE_CHECKING:
+    from videoattn.processors.fused import Fusion
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -30,8 +33,9 @@ class LTX2Processor(Processor):
         self.refuse(attn)
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         value = attn.to_v(source)
-        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb)
-        return project_out(attn, hidden_states, self.attend(attn, query, key, value, attention_mask))
+        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
+        out = self.attend(attn, query, key, value, attention_mask)
+        return project_out(attn, hidden_states, out, self.fusion)
 
 
 class LTX2PerturbedProcessor(Processor):
@@ -60,12 +64,12 @@ class LTX2PerturbedProcessor(Processor):
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and bool(torch.all(perturbation_mask == 0))
         if all_perturbed:
-            return project_out(attn, hidden_states, value)
-        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb)
+            return project_out(attn, hidden_states, value, self.fusion)
+        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
         out = self.attend(attn, query, key, value, attention_mask)
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
-        return project_out(attn, hidden_states, out)
+        return project_out(attn, hidden_states, out, self.fusion)
 
 
 def query_and_key(
@@ -74,21 +78,29 @@ def query_and_key(
     source: torch.Tensor,
     query_rotary_emb: Rotary | None,
     key_rotary_emb: Rotary | None,
+    fusion: Fusion | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Projected, normalised and rotated query and key, `(batch, seq, heads · head_dim)`."""
-    query = attn.norm_q(attn.to_q(hidden_states))
-    key = attn.norm_k(attn.to_k(source))
-    if query_rotary_emb is None:
+    query, key = attn.to_q(hidden_states), attn.to_k(source)
+    if query_rotary_emb is None or key_rotary_emb is None:
+        # As in diffusers: a key without angles takes the query's, and without the query's none turns.
+        key_rotary_emb = query_rotary_emb
+    if fusion is not None:
+        return fusion.query_and_key(attn, query, key, query_rotary_emb, key_rotary_emb)
+    query, key = attn.norm_q(query), attn.norm_k(key)
+    if query_rotary_emb is None or key_rotary_emb is None:
         return query, key
     rotate = stock.apply_split_rotary_emb if attn.rope_type == "split" else stock.apply_interleaved_rotary_emb
-    return rotate(query, query_rotary_emb), rotate(
-        key, query_rotary_emb if key_rotary_emb is None else key_rotary_emb
-    )
+    return rotate(query, query_rotary_emb), rotate(key, key_rotary_emb)
 
 
-def project_out(attn: Any, hidden_states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def project_out(
+    attn: Any, hidden_states: torch.Tensor, out: torch.Tensor, fusion: Fusion | None
+) -> torch.Tensor:
     """The per-head gates, where the layer has them, and the output projection."""
-    if attn.to_gate_logits is not None:
+    if attn.to_gate_logits is not None and fusion is not None:
+        out = fusion.gate(out, attn.to_gate_logits(hidden_states))
+    elif attn.to_gate_logits is not None:
         gates = 2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))
         out = (out.unflatten(2, (attn.heads, -1)) * gates.unsqueeze(-1)).flatten(2, 3)
     return attn.to_out[1](attn.to_out[0](out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -14,15 +14,19 @@ from videoattn.processors.base import FUSED, Processor
 from videoattn.processors.parallel.streams import Streams
 from videoattn.processors.sites import CONNECTORS, Site, family
 
+if TYPE_CHECKING:
+    from videoattn.processors.fused import Fusion
+
 ATTRIBUTE = "_videoattn_installs"
 _lock = threading.RLock()
 
 
 class Layer:
-    """One install's processors for one model: one per kind."""
+    """One install's processors for one model, one per kind; `block_fusion` also runs its blocks, if given."""
 
-    def __init__(self, processors: dict[Kind, Processor]) -> None:
+    def __init__(self, processors: dict[Kind, Processor], block_fusion: Fusion | None = None) -> None:
         self.processors = processors
+        self.block_fusion = block_fusion
 
 
 class Stack:
@@ -42,6 +46,7 @@ class Stack:
             for site in sites
         }
         self.kinds: dict[Any, Kind] = {site.module: site.kind for site in sites}
+        self._fused_blocks = False
         self._watched: list[tuple[Any, Any]] = []
         for module, names in _masks_of(model, sites):
             looked_at = {
@@ -57,13 +62,20 @@ class Stack:
             # A method, so that a copy of the model gets one of its own.
             model.enable_parallelism = MethodType(_enable_parallelism, model)
 
-    def apply(self) -> None:
+    def apply(self, model: Any) -> None:
         """Give every attention module the processor that is now in force; leave a stranger's alone."""
         for module, original in self.originals.items():
             current = module.processor
             if current is original or isinstance(current, Processor):
                 wanted = self.layers[-1].processors[self.kinds[module]] if self.layers else original
                 module.set_processor(wanted)
+        fusion = self.layers[-1].block_fusion if self.layers else None
+        if fusion is not None or self._fused_blocks:
+            from videoattn.processors import blocks
+
+            self._fused_blocks = fusion is not None
+            for block in blocks.blocks_of(model):
+                blocks.apply(block, fusion)
 
     def dismantle(self, model: Any) -> None:
         """Undo what the constructor did to the model."""
@@ -117,12 +129,20 @@ def streams_of(model: Any) -> Streams | None:
     return None if stack is None else stack.streams
 
 
+def state_of(model: Any) -> tuple[Any, ...]:
+    """What decides how the model's calls run now: the install in force and the forms of its masks."""
+    stack: Stack | None = vars(model).get(ATTRIBUTE)
+    if stack is None:
+        return ()
+    return stack.layers[-1], tuple(mask.form for mask in stack.text_masks.values())
+
+
 def push(model: Any, layer: Layer) -> None:
     """Put an install in force."""
     with _lock:
         stack: Stack = getattr(model, ATTRIBUTE)
         stack.layers.append(layer)
-        stack.apply()
+        stack.apply(model)
 
 
 def remove(model: Any, layer: Layer) -> None:
@@ -130,7 +150,7 @@ def remove(model: Any, layer: Layer) -> None:
     with _lock:
         stack: Stack = getattr(model, ATTRIBUTE)
         stack.layers.remove(layer)
-        stack.apply()
+        stack.apply(model)
         if not stack.layers:
             stack.dismantle(model)
             delattr(model, ATTRIBUTE)

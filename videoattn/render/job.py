@@ -147,6 +147,9 @@ class RenderJob(BaseModel):
         default="none", description="Keep weights off the GPU: whole models, or groups of layers."
     )
     compile: bool = Field(default=False, description="Compile the transformer's repeated blocks.")
+    fast: bool = Field(
+        default=False, description="Turn on what measured best on a GPU like this one, and say what that is."
+    )
     vae_tiling: bool | None = Field(
         default=None, description="Decode in tiles; on by default when weights are offloaded."
     )

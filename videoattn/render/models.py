@@ -241,11 +241,6 @@ def share_out(loaded: Loaded, degrees: Degrees) -> None:
     loaded.pipe.transformer.enable_parallelism(config=config)
 
 
-def compile_blocks(loaded: Loaded, *, fullgraph: bool) -> None:
-    """Compile the transformer's repeated blocks; after the attention processors were installed."""
-    loaded.pipe.transformer.compile_repeated_blocks(fullgraph=fullgraph)
-
-
 def release(loaded: Loaded) -> None:
     """Drop a pipeline's memory."""
     loaded.pipe = None

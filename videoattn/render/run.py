@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from videoattn.processors.parallel.degrees import Degrees
+from videoattn.processors.regions import compile_blocks, cuda_graphs
 from videoattn.render import clip as clips
 from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
 from videoattn.render.devices import device_name, pick_device, pick_dtype, require_kernels
 from videoattn.render.errors import RenderError
+from videoattn.render.fast import NOTHING, Fast, fast
 from videoattn.render.files import StagedFiles, require_space, unused_name, write_failed
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import Listener, Silent
@@ -35,6 +37,7 @@ LOAD_FIELDS = (
     "offload",
     "vae_tiling",
     "compile",
+    "fast",
     "attention",
 )
 
@@ -66,6 +69,9 @@ class _Ready:
     loaded: models.Loaded
     prompts: PromptCache
     handle: Any = None
+    fast: Fast | None = None
+    graphs: Any = None
+    around: str = ""
 
 
 class Renderer:
@@ -154,6 +160,7 @@ class Renderer:
                     receipt=ready.handle.receipt.to_dict(),
                     image_sha256=prepared.image_sha256,
                     context_parallel=None if self.parallel is None else str(self.parallel),
+                    fast=None if ready.fast is None else ready.fast.says,
                 )
                 clips.write_mp4(
                     staged[output],
@@ -198,6 +205,8 @@ class Renderer:
     def close(self) -> None:
         """Drop the loaded model."""
         if self._ready is not None:
+            if self._ready.graphs is not None:
+                self._ready.graphs.release()
             if self._ready.handle is not None:
                 self._ready.handle.uninstall()
             models.release(self._ready.loaded)
@@ -231,9 +240,20 @@ class Renderer:
         # The other parts come to the device once the text encoder has left it, and kernels are chosen there.
         if ready.loaded.resident:
             models.place(ready.loaded)
-        ready.handle = _install(ready.loaded, jobs[0], self.parallel)
-        if jobs[0].compile:
-            models.compile_blocks(ready.loaded, fullgraph=not perturbs(jobs[0]))
+        job = jobs[0]
+        ready.fast = fast(job, self.device, shared=self.parallel is not None)
+        if ready.fast is not None and not ready.fast.anything:
+            self._warn(ready.fast.says)
+        setup = NOTHING if ready.fast is None else ready.fast.setup
+        ready.handle = _install(
+            ready.loaded, job, self.parallel, level=setup.level, under_compile=setup.under_compile
+        )
+        if job.compile or setup.compile:
+            compile_blocks(ready.loaded.pipe, fullgraph=not perturbs(job))
+        if setup.graph_tokens:
+            ready.graphs = cuda_graphs(ready.loaded.pipe, max_tokens=setup.graph_tokens)
+        regions = replace(setup, compile=job.compile or setup.compile).regions
+        ready.around = "; ".join(filter(None, [ready.handle.around, *regions]))
 
     def _run(self, ready: _Ready, prepared: Prepared, clock: _Clock, *, decode: bool = True) -> recipes.Made:
         job = prepared.job
@@ -267,15 +287,15 @@ def render(
 def _key(job: RenderJob) -> tuple[Any, ...]:
     fields = tuple(getattr(job, name) for name in LOAD_FIELDS)
     # A compiled graph is bound to whether guidance perturbs it.
-    return (*fields, perturbs(job) if job.compile else None)
+    return (*fields, perturbs(job) if job.compile or job.fast else None)
 
 
-def _install(loaded: models.Loaded, job: RenderJob, parallel: Degrees | None) -> Any:
+def _install(loaded: models.Loaded, job: RenderJob, parallel: Degrees | None, **options: Any) -> Any:
     from videoattn import install
     from videoattn.dispatch import KernelUnavailable
 
     try:
-        handle = install(loaded.pipe, kernels=job.kernels)
+        handle = install(loaded.pipe, kernels=job.kernels, **options)
         if parallel is not None:
             models.share_out(loaded, parallel)
             # A kernel asked for by name must serve the calls of one rank too, which may want an LSE.
@@ -350,7 +370,8 @@ class _Clock:
         self._listener.phase(name, total)
         if self._recording is not None:
             handle = self._ready.handle
-            self._recording.enter(clip=self._clip, stage=name, layers={} if handle is None else handle.layers)
+            layers, around = ({}, None) if handle is None else (handle.layers, self._ready.around)
+            self._recording.enter(clip=self._clip, stage=name, layers=layers, around=around)
 
     def step(self, done: int) -> None:
         if self._recording is not None:

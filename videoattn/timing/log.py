@@ -81,17 +81,24 @@ class StageTime:
 
 @dataclass(slots=True)
 class ForwardTime:
-    """Milliseconds of one whole forward, from `Recording.forward`."""
+    """Milliseconds of one whole forward, from `Recording.forward`.
+
+    `replayed_calls` counts the attention calls that it replayed as a CUDA graph: these have no rows.
+    """
 
     clip: str | None
     stage: str | None
     step: int | None
     milliseconds: float
+    replayed_calls: int = 0
 
 
 @dataclass(slots=True)
 class TimingLog:
-    """Everything one recording measured; `compare` names its shadow arms, `device` where it ran."""
+    """Everything one recording measured; `compare` names its shadow arms, `device` where it ran.
+
+    `around` says what ran otherwise than in diffusers besides the calls, empty where nothing did.
+    """
 
     device: str
     version: str
@@ -100,11 +107,12 @@ class TimingLog:
     rows: list[CallRow] = field(default_factory=list)
     stages: list[StageTime] = field(default_factory=list)
     forwards: list[ForwardTime] = field(default_factory=list)
+    around: str = ""
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """The log as JSON-ready dicts; `type` is `run` (once, first), `stage`, `forward` or `call`."""
         head = {"device": self.device, "version": self.version, "torch": self.torch}
-        yield {"type": "run", **head, "compare": list(self.compare)}
+        yield {"type": "run", **head, "compare": list(self.compare), "around": self.around}
         for name, records in (("stage", self.stages), ("forward", self.forwards), ("call", self.rows)):
             for record in records:
                 yield {"type": name, **asdict(record)}

@@ -57,7 +57,7 @@ class Stage:
     shadow_seconds: float = 0.0
     pending: list[PendingCall] = field(default_factory=list)
     slots: dict[torch.device, Slots] = field(default_factory=dict)
-    forwards: list[tuple[int | None, Clock, Span]] = field(default_factory=list)
+    forwards: list[tuple[int | None, Clock, Span, int]] = field(default_factory=list)
     places: Places = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,9 +77,9 @@ class Stage:
                 spent, _ = pending.clock.read(pending.whole)
                 self.shadow_seconds += max(0.0, spent - row.milliseconds) / 1e3
             log.rows.append(row)
-        for step, clock, span in self.forwards:
+        for step, clock, span, replayed_calls in self.forwards:
             milliseconds, _ = clock.read(span)
-            log.forwards.append(ForwardTime(self.clip, self.name, step, milliseconds))
+            log.forwards.append(ForwardTime(self.clip, self.name, step, milliseconds, replayed_calls))
         log.stages.append(StageTime(self.clip, self.name, self.seconds, self.shadow_seconds))
 
 

@@ -53,6 +53,17 @@ def active() -> CallRecorder | None:
     return _active
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Keep calls of the block out of the recording: a capture launches nothing that could be timed."""
+    global _active
+    before, _active = _active, None
+    try:
+        yield
+    finally:
+        _active = before
+
+
 class Recording:
     """One timing recording, made by `record_timing`; attention calls of the whole process go through it.
 
@@ -122,6 +133,7 @@ class Recording:
         clip: str | None = None,
         stage: str | None = None,
         layers: Mapping[Kind, int] | None = None,
+        around: str | None = None,
     ) -> None:
         """Start a stage; the one before ends here.
 
@@ -132,8 +144,11 @@ class Recording:
             stage: the stage's name, for example `denoise`.
             layers: calls of each kind in one forward, as an install handle gives them; without it layer and
                 forward stay unknown. By default those of the stage before.
+            around: what runs otherwise than in diffusers besides the calls, for the log's head.
         """
         before = self._running()
+        if around is not None:
+            self.log.around = around
         self._switch(
             Stage(
                 before.clip if clip is None else clip,
@@ -148,14 +163,17 @@ class Recording:
         self._switch(Stage(None, None, {}))
 
     @contextmanager
-    def forward(self, device: torch.device | str | None = None) -> Iterator[None]:
-        """Time one whole forward, also one that replays a CUDA graph; `log.forwards` holds the results."""
+    def forward(self, device: torch.device | str | None = None, *, replayed_calls: int = 0) -> Iterator[None]:
+        """Time one whole forward; `log.forwards` holds the results.
+
+        `replayed_calls` says how many attention calls a CUDA graph replays in it, which have no rows.
+        """
         stage = self._running()
         clock = self._clock(_default_device() if device is None else _with_index(torch.device(device)))
         span = clock.start()
         yield
         clock.stop(span)
-        stage.forwards.append((self.step, clock, span))
+        stage.forwards.append((self.step, clock, span, replayed_calls))
 
     def record(
         self,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from videoattn.dispatch import KINDS
-from videoattn.timing.log import CallRow, StageTime, TimingLog
+from videoattn.timing.log import CallRow, ForwardTime, StageTime, TimingLog
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -236,7 +236,7 @@ def _seconds(stages: Iterable[StageTime], attribute: str) -> dict[str, float]:
 
 
 def _notes(log: TimingLog, base: TimingLog, total: Line) -> list[str]:
-    notes = []
+    notes = [f"Around the calls: {base.around}."] if base.around else []
     if base.compare:
         notes.append(
             "Shadow arms ran, so no clip seconds are given: the arms change clock and power. Shares and "
@@ -252,7 +252,14 @@ def _notes(log: TimingLog, base: TimingLog, total: Line) -> list[str]:
     if captured:
         notes.append(
             f"{captured} calls were captured into a CUDA graph, whose replays have no time per call: totals "
-            f"and shares leave them out. {_forwards(base)}"
+            f"and shares leave them out. {_forwards(base.forwards)}"
+        )
+    replayed = [forward for forward in base.forwards if forward.replayed_calls]
+    if replayed:
+        calls = sum(forward.replayed_calls for forward in replayed)
+        notes.append(
+            f"{len(replayed)} forwards replayed a CUDA graph: their {calls} attention calls have no time of "
+            f"their own, totals and shares leave them out. {_forwards(replayed)}"
         )
     for name, arm in total.arms.items():
         for reason, count in arm.refused.items():
@@ -262,11 +269,11 @@ def _notes(log: TimingLog, base: TimingLog, total: Line) -> list[str]:
     return notes
 
 
-def _forwards(log: TimingLog) -> str:
-    if not log.forwards:
+def _forwards(forwards: Sequence[ForwardTime]) -> str:
+    if not forwards:
         return "Wrap each forward in recording.forward() to time it whole."
-    times = sorted(forward.milliseconds for forward in log.forwards)
-    return f"{len(times)} forwards were timed whole, median {times[len(times) // 2]:.2f} ms."
+    middle = median(forward.milliseconds for forward in forwards)
+    return f"{len(forwards)} forwards were timed whole, median {middle:.2f} ms."
 
 
 def _calls_table(report: Report) -> RenderableType:

@@ -1,0 +1,327 @@
+"""Fused kernels, levels, compiled regions and CUDA graphs on a GPU.
+
+The accuracy rule is that of `tests/processors/interpreted.py`, here at a real clip's widths and lengths.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.normalization import RMSNorm
+from torch.profiler import ProfilerActivity, profile
+
+import videoattn
+from tests.pipelines import (
+    call_ltx2,
+    ltx2_inputs,
+    ltx2_pipeline,
+    ltx2_transformer,
+    ltx_inputs,
+    ltx_transformer,
+)
+from videoattn.processors import fused
+from videoattn.processors.fused import Fusion, Modulation
+from videoattn.processors.regions import compile_blocks, compiled_graphs, cuda_graphs
+from videoattn.timing import record_timing
+
+DEVICE = torch.device("cuda")
+HALVES = [torch.bfloat16, torch.float16]
+# A ragged length, one in which programs take several rows, and audio's.
+LENGTHS = [259, 5525, 12288]
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def fusion():
+    made = Fusion()
+    assert made.engine(DEVICE) == "triton"
+    return made
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def strided(batch, length, channels, dtype):
+    whole = torch.full((batch, length, 2 * channels), float("nan"), device=DEVICE, dtype=dtype)
+    whole[:, :, channels:] = draw(batch, length, channels, dtype=dtype)
+    return whole[:, :, channels:]
+
+
+def assert_accurate(ours, stock, reference):
+    for a, b, ref in zip(ours, stock, reference, strict=True):
+        assert a.dtype == b.dtype
+        error, allowed = ((x.float() - ref.float()).abs().max().item() for x in (a, b))
+        assert 0 < allowed < ref.abs().max() / 20
+        assert error <= 2 * allowed
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(("heads", "head_dim"), [(32, 128), (32, 64)])
+@pytest.mark.parametrize("rope", ["none", "split", "interleaved"])
+@pytest.mark.parametrize("together", [False, True])
+def test_query_and_key(fusion, dtype, length, heads, head_dim, rope, together):
+    channels = heads * head_dim
+    norms = [torch.nn.RMSNorm(channels, eps=1e-6, device=DEVICE, dtype=dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.uniform_(0.5, 1.5)
+    attn = SimpleNamespace(norm_q=norms[0], norm_k=norms[1])
+    batch, lengths = 2, (length, length if together else 1024)
+    turns = []
+    for each in lengths:
+        if rope == "split":
+            turn = draw(batch, each, heads, head_dim // 2).swapaxes(1, 2)
+        else:
+            turn = draw(1, each, channels)
+        turns.append(None if rope == "none" else (turn.cos(), turn.sin()))
+    if together:
+        turns[1] = turns[0]
+    inputs = [strided(batch, each, channels, dtype) for each in lengths]
+
+    def twin(values, weights):
+        return [
+            fused.norm_rotate_twin(x, w, 1e-6, turn)
+            for x, w, turn in zip(values, weights, turns, strict=True)
+        ]
+
+    weights = [norm.weight for norm in norms]
+    ours = fusion.query_and_key(attn, *inputs, *turns)
+    reference = twin([x.float() for x in inputs], [w.float() for w in weights])
+    assert_accurate(ours, twin(inputs, weights), reference)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gate(fusion, dtype, length, head_dim):
+    x, logits = strided(2, length, 32 * head_dim, dtype), strided(2, length, 32, dtype)
+    reference = fused.gate_twin(x.float(), logits.float())
+    assert_accurate([fusion.gate(x, logits)], [fused.gate_twin(x, logits)], [reference])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("channels", [2048, 4096])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("modulations", [1, 2])
+def test_residual_norm(fusion, dtype, length, channels, per_row, modulations):
+    def values(kind):
+        generator = torch.Generator(DEVICE).manual_seed(1)
+
+        def normal(*shape):
+            return torch.randn(shape, device=DEVICE, generator=generator).to(dtype).to(kind)
+
+        table, temb = normal(5, channels) / 4, normal(2, length if per_row else 1, 5 * channels)
+        each = [fused.parameter(table, temb, index) for index in range(5)]
+        pairs = tuple(Modulation(*each[2 * i : 2 * i + 2]) for i in range(modulations))
+        norm = RMSNorm(channels, eps=1e-6, elementwise_affine=False)
+        return normal(2, length, channels), normal(2, length, channels), each[4], norm, pairs
+
+    given, wide = values(dtype), values(torch.float32)
+    ours = fusion.residual_norm(*given)
+    assert_accurate(ours, fused.residual_norm_twin(*given), fused.residual_norm_twin(*wide))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_gelu(fusion, dtype, bias):
+    linear = torch.nn.Linear(4096, 16384, bias=bias, device=DEVICE, dtype=dtype)
+    x = draw(1, 5525, 4096, dtype=dtype)
+    wide = copy.deepcopy(linear).float()
+    reference = F.gelu(wide(x.float()), approximate="tanh")
+    stock = F.gelu(linear(x), approximate="tanh")
+    assert_accurate([fusion.linear_gelu(x, linear)], [stock], [reference])
+
+
+def model_and_inputs(version, dtype=torch.bfloat16, batch=1):
+    if version == "ltx":
+        model, inputs = ltx_transformer(), ltx_inputs(dtype=dtype, batch=batch)
+    else:
+        model, inputs = ltx2_transformer(version), ltx2_inputs(version=version, dtype=dtype, batch=batch)
+        coords = model.rope.prepare_video_coords(batch, 3, 3, 4, torch.device("cpu"), fps=24.0)
+        inputs["video_coords"] = coords
+    if version == "2.5":
+        inputs["video_keyframes_mask"] = None
+    on_device = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    return model.to(DEVICE, dtype), on_device
+
+
+@pytest.mark.parametrize("version", ["ltx", "2.0", "2.3", "2.5"])
+@pytest.mark.parametrize("level", ["attention", "block"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_transformer(version, level, batch):
+    stock, inputs = model_and_inputs(version, batch=batch)
+    wide = {
+        name: value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    reference = copy.deepcopy(stock).float()(**wide)
+    ours = copy.deepcopy(stock)
+    handle = videoattn.install(ours, level=level)
+    assert "fused by Triton" in str(handle.receipt)
+    assert_accurate(ours(**inputs), stock(**inputs), reference)
+    handle.uninstall()
+    assert all(torch.equal(a, b) for a, b in zip(ours(**inputs), stock(**inputs), strict=True))
+
+
+def kernels_of(run):
+    """Names of the kernels that ran."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    kind = torch.autograd.DeviceType.CUDA
+    return [event.name for event in recorded.events() if event.device_type == kind]
+
+
+def test_a_block_launches_half_as_much_or_less():
+    stock, inputs = model_and_inputs("2.3")
+    ours = copy.deepcopy(stock)
+    videoattn.install(ours, level="block")
+    for model in (stock, ours):
+        model(**inputs)
+    counts = [len(kernels_of(lambda model=model: model(**inputs))) for model in (stock, ours)]
+    assert counts[1] <= 0.5 * counts[0], counts
+
+
+@pytest.mark.parametrize("version", ["ltx", "2.3"])
+@pytest.mark.parametrize("under_compile", ["triton", "torch"])
+def test_compiled(version, under_compile):
+    stock, inputs = model_and_inputs(version)
+    ours = copy.deepcopy(stock)
+    videoattn.install(ours, level="block", under_compile=under_compile)
+    compile_blocks(ours)
+    before = compiled_graphs()
+    ours(**inputs)
+    assert compiled_graphs() == before + 1
+    names = kernels_of(lambda: ours(**inputs))
+    assert any("_norm_rotate_kernel" in name for name in names) == (under_compile == "triton")
+    for a, b in zip(ours(**inputs), stock(**inputs), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("version", ["ltx", "2.0", "2.3"])
+@pytest.mark.parametrize("arm", ["stock", "block", "compiled"])
+def test_graphs_replay_the_same_numbers(version, arm):
+    model, inputs = model_and_inputs(version)
+    if arm != "stock":
+        videoattn.install(model, level="block")
+    if arm == "compiled":
+        compile_blocks(model)
+    model(**inputs)
+    calls = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        calls.append({**inputs, "hidden_states": torch.randn_like(inputs["hidden_states"])})
+    expected = [model(**call) for call in calls]
+    before = compiled_graphs()
+    graphs = cuda_graphs(model)
+    model(**calls[0])
+    results = [model(**call) for call in calls]
+    assert (graphs.captured, graphs.replays) == (1, 3)
+    assert compiled_graphs() == before
+    for ours, theirs in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_two_sizes_share_a_pool_and_keep_their_numbers():
+    model, small = model_and_inputs("2.3")
+    large = model_and_inputs("2.3", batch=2)[1]
+    videoattn.install(model, level="block")
+    expected = [model(**inputs) for inputs in (small, large)]
+    graphs = cuda_graphs(model)
+    for _ in range(4):
+        for inputs, theirs in zip((small, large), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(model(**inputs), theirs, strict=True))
+    assert graphs.captured == 2
+
+
+def test_a_replay_does_not_wait_for_the_device():
+    model, inputs = model_and_inputs("2.3")
+    videoattn.install(model, level="block")
+    cuda_graphs(model)
+    for _ in range(3):
+        model(**inputs)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(**inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not [w for w in caught if "synchroniz" in str(w.message)]
+
+
+def test_released_graphs_give_their_memory_back():
+    model, inputs = model_and_inputs("2.3")
+    model(**inputs)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graphs = cuda_graphs(model)
+    for _ in range(3):
+        model(**inputs)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() > before
+    graphs.release()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before
+
+
+def test_weights_that_moved_are_captured_anew():
+    model, inputs = model_and_inputs("2.3")
+    expected = model(**inputs)
+    graphs = cuda_graphs(model)
+    for _ in range(3):
+        model(**inputs)
+    model.to("cpu")
+    parking = draw(1 << 24)  # takes the place that the weights left
+    model.to(DEVICE)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(model(**inputs), expected, strict=True))
+    assert graphs.captured == 1
+    del parking
+
+
+def test_the_log_times_replays_whole():
+    model, inputs = model_and_inputs("2.3")
+    handle = videoattn.install(model, level="block")
+    cuda_graphs(model)
+    with record_timing() as recording:
+        recording.enter(clip="a", stage="denoise", layers=handle.layers, around=handle.around)
+        for step in range(5):
+            recording.step = step
+            model(**inputs)
+    assert len(recording.rows) == 12
+    assert [f.replayed_calls for f in recording.log.forwards] == [12] * 4
+    assert all(f.milliseconds > 0 for f in recording.log.forwards)
+
+
+def test_offloading_is_refused():
+    pipe = ltx2_pipeline()
+    pipe.enable_model_cpu_offload()
+    with pytest.raises(RuntimeError, match=r"NVIDIA GPU|moves or changes"):
+        cuda_graphs(pipe)
+
+
+def test_a_pipeline_keeps_its_result():
+    stock = ltx2_pipeline().to(DEVICE)
+    expected = call_ltx2(stock, num_inference_steps=6)
+    pipe = ltx2_pipeline().to(DEVICE)
+    videoattn.install(pipe, level="block")
+    graphs = cuda_graphs(pipe)
+    for ours, theirs in zip(call_ltx2(pipe, num_inference_steps=6), expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), atol=1e-3, rtol=1e-3)
+    assert graphs.replays == 5

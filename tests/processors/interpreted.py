@@ -1,0 +1,281 @@
+"""The Triton kernels run by Triton's interpreter; `test_fused.py` starts this file in a process of its own,
+since TRITON_INTERPRET must be set before Triton is imported.
+
+The accuracy rule: max|fused − ref| ≤ 2 · max|stock − ref|, ref being the stock computation in wider numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from diffusers.models.normalization import RMSNorm
+
+import videoattn
+from tests.pipelines import ltx2_inputs, ltx2_transformer, ltx_inputs, ltx_transformer
+from tests.processors.calls import recording
+from videoattn.processors import blocks, fused, fused_kernels
+from videoattn.processors.fused import Fusion, Modulation, Parameter
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+_convert_float = interpreter._convert_float
+
+
+def _rounded(source, source_type, target_type, rounding_mode):
+    """The interpreter cuts off what bf16 cannot hold, where a GPU rounds to the nearest: do as a GPU."""
+    if (source_type, target_type) != (tl.float32, tl.bfloat16):
+        return _convert_float(source, source_type, target_type, rounding_mode)
+    return torch.from_numpy(source.copy()).bfloat16().view(torch.uint16).numpy()
+
+
+@pytest.fixture(autouse=True)
+def rounding(monkeypatch):
+    monkeypatch.setattr(interpreter, "_convert_float", _rounded)
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def fusion():
+    made = Fusion()
+    assert made.engine(torch.device("cpu")) == "triton"
+    return made
+
+
+def wide_module(module):
+    return any(parameter.dtype == torch.float32 for parameter in module.parameters())
+
+
+def wider(value):
+    """The same in the dtype that the reference is computed in."""
+    if isinstance(value, torch.Tensor):
+        return value.to(WIDER.get(value.dtype, value.dtype))
+    if isinstance(value, torch.nn.Module):
+        return copy.deepcopy(value).to(torch.float64 if wide_module(value) else torch.float32)
+    if isinstance(value, dict):
+        return {name: wider(each) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(wider, value))
+    if isinstance(value, tuple | list):
+        return type(value)(map(wider, value))
+    return value
+
+
+def assert_accurate(ours, stock, reference):
+    """The rule, over all results of one function."""
+    for a, b, ref in zip(ours, stock, reference, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        error, allowed = ((x.to(ref.dtype) - ref).abs().max() for x in (a, b))
+        # Of fp32 results the last bit is a matter of the order of sums.
+        floor = 4 * torch.finfo(torch.float32).eps * ref.abs().max() if a.dtype == torch.float32 else 0.0
+        assert error <= 2 * allowed + floor, (error, allowed)
+        assert ref.abs().max() > 20 * allowed
+
+
+def strided(batch, length, channels, dtype):
+    """A slice of a wider tensor, as chunking a joint projection gives it; what lies beside it is poison."""
+    whole = torch.full((batch, length + 1, 2 * channels), float("nan"), dtype=dtype)
+    whole[:, :length, channels:] = torch.randn(batch, length, channels).to(dtype)
+    return whole[:, :length, channels:]
+
+
+def attention_norms(channels, dtype):
+    norms = [torch.nn.RMSNorm(channels, eps=1e-6).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.uniform_(0.5, 1.5)
+    return SimpleNamespace(norm_q=norms[0], norm_k=norms[1])
+
+
+def angles(kind, batch, length, heads, head_dim):
+    if kind == "none":
+        return None
+    if kind == "split":
+        turn = torch.randn(batch, length, heads, head_dim // 2).swapaxes(1, 2)
+    else:
+        turn = torch.randn(1, length, heads * head_dim)
+    return turn.cos(), turn.sin()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rope", ["none", "split", "interleaved"])
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (3, 128)])
+def test_query_and_key(fusion, dtype, rope, heads, head_dim):
+    norms = attention_norms(heads * head_dim, dtype)
+    batch, lengths = 2, (3, 3) if rope == "split" else (3, 2)
+    rotary = [angles(rope, batch, length, heads, head_dim) for length in lengths]
+    if lengths[0] == lengths[1]:
+        rotary[1] = rotary[0]  # self-attention: one launch for both
+    inputs = [strided(batch, length, heads * head_dim, dtype) for length in lengths]
+    ours = fusion.query_and_key(norms, *inputs, *rotary)
+
+    def stock(values):
+        return [
+            fused.norm_rotate_twin(x, norm.weight.to(x.dtype), norm.eps, turn)
+            for x, norm, turn in zip(values, (norms.norm_q, norms.norm_k), rotary, strict=True)
+        ]
+
+    assert_accurate(ours, stock(inputs), stock(wider(inputs)) if dtype != torch.float32 else stock(inputs))
+    assert all(out.is_contiguous() for out in ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (3, 128)])
+def test_gate(fusion, dtype, heads, head_dim):
+    x, logits = strided(2, 3, heads * head_dim, dtype), strided(2, 3, heads, dtype)
+    ours = fusion.gate(x, logits)
+    assert_accurate([ours], [fused.gate_twin(x, logits)], [fused.gate_twin(wider(x), wider(logits))])
+
+
+def parameters(count, batch, rows, channels, dtype):
+    table = (torch.randn(count, channels) / 2).to(dtype)
+    temb = torch.randn(batch, rows, count * channels).to(dtype)
+    return [fused.parameter(table, temb, index) for index in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize(
+    ("branch", "gated", "norm", "modulations"),
+    [
+        (False, False, True, 1),
+        (True, True, True, 1),
+        (True, True, True, 2),
+        (True, False, True, 0),
+        (True, True, False, 0),
+        (False, False, False, 1),
+    ],
+)
+def test_residual_norm(fusion, dtype, per_row, branch, gated, norm, modulations):
+    batch, length, channels = 2, 3, 96
+    values = parameters(5, batch, length if per_row else 1, channels, dtype)
+    module = RMSNorm(channels, eps=1e-6, elementwise_affine=branch).to(dtype)
+    if branch:
+        module.weight.uniform_(0.5, 1.5)
+    arguments = (
+        strided(batch, length, channels, dtype),
+        strided(batch, length, channels, dtype) if branch else None,
+        values[4] if gated else None,
+        module if norm else None,
+        tuple(Modulation(*values[2 * index : 2 * index + 2]) for index in range(modulations)),
+    )
+    ours = fusion.residual_norm(*arguments)
+    reference = fused.residual_norm_twin(*wider(arguments))
+    assert len(ours) == branch + max(int(norm), modulations)
+    assert_accurate(ours, fused.residual_norm_twin(*arguments), reference)
+
+
+def test_several_rows_in_a_program(fusion, monkeypatch):
+    """As at full size; 5 rows in programs of 4, so that the last one ends early."""
+    norms = attention_norms(128, torch.float32)
+    x = torch.randn(2, 5, 128)
+    rotary = angles("split", 2, 5, 2, 64)
+    values = parameters(3, 2, 1, 128, torch.float32)
+    norm = (x, x, values[2], RMSNorm(128, 1e-6, elementwise_affine=False), (Modulation(*values[:2]),))
+    one = [*fusion.query_and_key(norms, x, x, rotary, rotary), *fusion.residual_norm(*norm)]
+    monkeypatch.setattr(fused_kernels, "MANY_ROWS", 0)
+    several = [*fusion.query_and_key(norms, x, x, rotary, rotary), *fusion.residual_norm(*norm)]
+    assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+
+
+def small(inputs, version="ltx"):
+    """The inputs cut to two video tokens, and three of audio and text: the interpreter is slow."""
+    cut = {**inputs, "num_frames": 1, "height": 1, "width": 2, "audio_num_frames": 3}
+    if version == "ltx":
+        del cut["audio_num_frames"]
+    for name, count in (("hidden_states", 2), ("audio_hidden_states", 3)):
+        if name in cut:
+            cut[name] = cut[name][:, :count]
+    for name in ("encoder_hidden_states", "audio_encoder_hidden_states"):
+        if name in cut:
+            cut[name] = cut[name][:, :3]
+    for name in ("encoder_attention_mask", "audio_encoder_attention_mask"):
+        if name in cut:
+            cut[name] = cut[name][:, :3]
+    return cut
+
+
+@pytest.mark.parametrize("version", ["ltx", "2.0", "2.3"])
+@pytest.mark.parametrize("level", ["attention", "block"])
+def test_a_transformer(version, level):
+    """Every kind of attention module in its block, against stock's: gated in 2.3, not in the others."""
+    dtype = torch.bfloat16
+    if version == "ltx":
+        stock, inputs = ltx_transformer(layers=1), small(ltx_inputs(dtype=dtype))
+    else:
+        stock = ltx2_transformer(version, layers=1)
+        inputs = small(ltx2_inputs(version=version, dtype=dtype), version)
+    stock = stock.to(dtype)
+    reference = copy.deepcopy(stock).float()(**wider(inputs))
+    ours = copy.deepcopy(stock)
+    handle = videoattn.install(ours, level=level)
+    assert "fused by Triton" in str(handle.receipt)
+    with recording() as calls:
+        results = ours(**inputs)
+    assert len(calls.calls) == (2 if version == "ltx" else 6)
+    assert_accurate(results, stock(**inputs), reference)
+
+
+@pytest.mark.parametrize("under_compile", ["triton", "torch"])
+def test_in_one_graph(under_compile):
+    run = torch.ops.videoattn.residual_norm.default
+    model = ltx_transformer(layers=2)
+    inputs = small(ltx_inputs())
+    expected = model(**inputs)
+    videoattn.install(model, level="block", under_compile=under_compile)
+    seen = []
+
+    def backend(graph, _):
+        seen.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph.forward
+
+    torch.compiler.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend=backend)
+    result = model(**inputs)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+    assert len(seen) == 1, "blocks share one graph"
+    assert (str(run) in seen[0]) == (under_compile == "triton")
+    torch.compiler.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(model(**inputs), expected, atol=1e-5, rtol=1e-5)
+    torch.compiler.reset()
+
+
+def test_angles_that_do_not_fit_are_refused(fusion):
+    norms = attention_norms(128, torch.float32)
+    x = torch.randn(1, 3, 128)
+    with pytest.raises(ValueError, match="rotary angles"):
+        fusion.query_and_key(norms, x, x, angles("split", 1, 2, 2, 64), None)
+    with pytest.raises(ValueError, match="rotary angles"):
+        fusion.query_and_key(norms, x, x, angles("split", 1, 3, 2, 32), None)
+
+
+def test_tensors_on_two_devices_are_refused(fusion):
+    with pytest.raises(RuntimeError, match="use level='call'"):
+        fusion.gate(torch.randn(1, 3, 128), torch.empty(1, 3, 2, device="meta"))
+
+
+def test_adapters_keep_a_forward_of_their_own(fusion):
+    ff = ltx_transformer(layers=1).transformer_blocks[0].ff
+    x = torch.randn(1, 2, 128)
+    assert blocks._plain(ff.net[0].proj, x)
+    assert not blocks._plain(ff.net[0].proj, x.bfloat16())
+    ff.net[0].proj = torch.nn.Sequential(ff.net[0].proj)
+    torch.testing.assert_close(blocks.feed_forward(fusion, ff, x), ff(x))
+
+
+def test_a_parameter_is_the_sum_of_both():
+    value = Parameter(torch.tensor([1.0, 2.0]), torch.tensor([[[0.5, 0.5]]])).value
+    assert torch.equal(value, torch.tensor([[[1.5, 2.5]]]))

@@ -1,0 +1,227 @@
+"""Whole forwards replayed: which are, what a replay depends on, what the log says; `Rerun` is the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import videoattn
+from tests.pipelines import (
+    call_ltx2,
+    ltx2_inputs,
+    ltx2_pipeline,
+    ltx2_transformer,
+    ltx_inputs,
+    ltx_transformer,
+)
+from videoattn.processors import regions
+from videoattn.timing import record_timing, recorder
+from videoattn.timing.report import summarise
+
+
+class Rerun:
+    """What a CUDA graph does, by running the function again on the buffers it was recorded with."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def record(self, run):
+        self._run, self._outputs = run, run()
+        return self._outputs
+
+    def replay(self):
+        self.replays += 1
+        # A GPU replays without running any Python.
+        with recorder.unrecorded():
+            outputs = self._run()
+        for old, new in zip(self._outputs, outputs, strict=True):
+            old.copy_(new)
+
+
+def graphs_of(model, max_tokens=None):
+    return regions.ForwardGraphs(model, max_tokens, lambda device: Rerun)
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.no_grad():
+        yield
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def ltx2_call(seed=0, lengths=None, **more):
+    inputs = ltx2_inputs(lengths, seed=seed)
+    model = ltx2_transformer(layers=1)
+    coords = model.rope.prepare_video_coords(1, 3, 3, 4, torch.device("cpu"), fps=24.0)
+    return {**inputs, "video_coords": coords, **more}
+
+
+def test_replays_follow_their_inputs():
+    model = ltx2_transformer(layers=1)
+    calls = [ltx2_call(seed) for seed in range(4)]
+    expected = [model(**call) for call in calls]
+    graphs = graphs_of(model)
+    results = [model(**call) for call in calls]
+    # Kept until here: an output that a later replay overwrites would differ.
+    assert all(equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+    assert (graphs.captured, graphs.replays) == (1, 3)
+    assert graphs.plain == {"the first forward of its kind": 1}
+    graphs.release()
+    assert "forward" not in vars(model)
+    assert equal(model(**calls[0]), expected[0])
+
+
+def test_a_graph_for_each_shape_and_mask_form():
+    model = ltx_transformer(layers=1)
+    videoattn.install(model)
+    graphs = graphs_of(model)
+    stock = ltx_transformer(layers=1)
+    for lengths, captured in (
+        (None, 0), (None, 1), ([9], 1), ([9], 2), ([20], 2), (None, 2), ([9, 20], 2), ([9, 20], 3),
+    ):  # fmt: skip
+        call = ltx_inputs(lengths, batch=2 if lengths and len(lengths) == 2 else 1)
+        torch.testing.assert_close(model(**call)[0], stock(**call)[0], atol=1e-5, rtol=1e-5)
+        assert graphs.captured == captured
+
+
+def test_install_and_uninstall_do_not_replay_each_others_graphs():
+    model = ltx2_transformer(layers=1)
+    graphs = graphs_of(model)
+    call = ltx2_call()
+    for _ in range(2):
+        model(**call)
+    handle = videoattn.install(model)
+    for _ in range(3):
+        model(**call)
+    assert graphs.captured == 2
+    handle.uninstall()
+    model(**call)
+    assert graphs.captured == 2
+    assert graphs.replays == 4
+
+
+def test_what_no_graph_may_hold_runs_plain():
+    model = ltx2_transformer()
+    graphs = graphs_of(model, max_tokens=40)
+    stg = {"spatio_temporal_guidance_blocks": [1]}
+    for more in (stg, {"video_coords": None}):
+        for _ in range(2):
+            model(**ltx2_call(**more))
+    big = ltx2_inputs(batch=2)
+    model(**{**big, "video_coords": torch.cat([ltx2_call()["video_coords"]] * 2)})
+    with torch.enable_grad():
+        model(**ltx2_call())
+    assert graphs.captured == 0
+    assert graphs.plain == {
+        "spatio-temporal guidance branches on a tensor": 2,
+        "no video_coords were given": 2,
+        "more than 40 tokens": 1,
+        "gradients are on": 1,
+    }
+
+
+def test_weights_that_moved_and_adapters_that_changed_are_captured_anew():
+    model = ltx2_transformer(layers=1)
+    graphs = graphs_of(model)
+    call = ltx2_call()
+    before = [model(**call) for _ in range(3)][-1]
+    model.proj_out.weight.data = 2 * model.proj_out.weight.data
+    model(**call)
+    assert graphs.captured == 0
+    changed = [model(**call) for _ in range(2)][-1]
+    assert not equal(changed, before)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    expected = graphs._forward(**call)
+    for _ in range(3):
+        assert equal(model(**call), expected)
+    assert graphs.captured == 1
+    model.disable_adapters()
+    model.set_adapters(["default"], [0.5])
+    expected = graphs._forward(**call)
+    for _ in range(3):
+        assert equal(model(**call), expected)
+
+
+def test_the_log_times_replays_whole_and_says_so(tmp_path):
+    model = ltx2_transformer()
+    handle = videoattn.install(model, level="attention")
+    graphs = graphs_of(model)
+    call = ltx2_call()
+    with record_timing(tmp_path / "log.jsonl") as recording:
+        recording.enter(clip="a", stage="denoise", layers=handle.layers, around=handle.around)
+        for step in range(4):
+            recording.step = step
+            model(**call)
+    log = videoattn.timing.load(tmp_path / "log.jsonl")
+    assert graphs.replays == 3
+    assert len(log.rows) == 12
+    assert [(f.step, f.replayed_calls) for f in log.forwards] == [(1, 12), (2, 12), (3, 12)]
+    report = str(summarise(log))
+    assert "3 forwards replayed a CUDA graph: their 36 attention calls" in " ".join(report.split())
+    assert "Around the calls: level attention: QK norm with rotary embedding" in " ".join(report.split())
+
+
+def test_shadow_arms_keep_forwards_plain():
+    model = ltx2_transformer(layers=1)
+    videoattn.install(model)
+    graphs = graphs_of(model)
+    with record_timing(compare="sdpa") as recording:
+        for _ in range(3):
+            model(**ltx2_call())
+    assert len(recording.rows) == 18
+    assert graphs.plain == {"shadow arms run beside single calls": 3}
+
+
+def test_a_pipeline_keeps_its_result():
+    stock = call_ltx2(ltx2_pipeline(layers=1), num_inference_steps=4)
+    pipe = ltx2_pipeline(layers=1)
+    graphs = graphs_of(pipe.transformer)
+    videoattn.install(pipe, level="block")
+    for ours, theirs in zip(call_ltx2(pipe, num_inference_steps=4), stock, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert graphs.replays == 3
+
+
+def test_refusals():
+    model = ltx2_transformer(layers=1)
+    with pytest.raises(RuntimeError, match="NVIDIA GPU"):
+        regions.cuda_graphs(model)
+    graphs_of(model)
+    with pytest.raises(RuntimeError, match="already"):
+        regions.cuda_graphs(model)
+    with pytest.raises(TypeError, match="install"):
+        regions.cuda_graphs(torch.nn.Linear(1, 1))
+    offloaded = ltx2_transformer(layers=1)
+    offloaded.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    graphs_of(offloaded)
+    with pytest.raises(RuntimeError, match="casting"):
+        offloaded(**ltx2_call())
+
+
+def test_compiled_blocks_make_one_graph_a_size():
+    torch.compiler.reset()
+    from tests.processors.calls import CountingBackend
+
+    model = ltx_transformer()
+    videoattn.install(model, level="block")
+    backend = CountingBackend()
+    compile_repeated_blocks = model.compile_repeated_blocks
+    seen = {}
+
+    def compile_with(**options):
+        seen.update(options)
+        compile_repeated_blocks(**options, backend=backend)
+
+    model.compile_repeated_blocks = compile_with
+    regions.compile_blocks(model)
+    assert seen == {"fullgraph": True, "dynamic": False}
+    small, large = ltx_inputs(), ltx_inputs(batch=2)
+    for _ in range(2):
+        model(**small)
+        model(**large)
+    assert backend.graphs == 2
+    torch.compiler.reset()

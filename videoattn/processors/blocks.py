@@ -1,0 +1,337 @@
+"""LTX blocks whose residuals, norms, modulations and feed-forward run fused: what level "block" swaps in.
+
+A block keeps its weights and its class's name, by which diffusers finds the blocks it compiles; only its
+class is exchanged. One class for all blocks, and not a function for each, is what lets them share one graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers import transformer_ltx, transformer_ltx2
+
+from videoattn.processors.fused import Fusion, Modulation, Parameter, Rotary, parameter
+
+ATTRIBUTE = "_videoattn_fusion"
+# Numbers of a layer's modulation parameters, in the order of its table.
+SHIFT_ATTN, SCALE_ATTN, GATE_ATTN, SHIFT_FF, SCALE_FF, GATE_FF, SHIFT_TEXT, SCALE_TEXT, GATE_TEXT = range(9)
+
+
+def _while_installed(stock: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A hook put around a block's forward keeps it after uninstall(): from then on it must be stock's."""
+
+    def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return (forward if hasattr(self, ATTRIBUTE) else stock.forward)(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+class LTXVideoTransformerBlock(transformer_ltx.LTXVideoTransformerBlock):
+    """LTX-Video's block."""
+
+    @_while_installed(transformer_ltx.LTXVideoTransformerBlock)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        image_rotary_emb: Rotary | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states `(batch, seq, channels)` after the block, as the stock block computes them."""
+        fusion: Fusion = getattr(self, ATTRIBUTE)
+        own = functools.partial(parameter, self.scale_shift_table, temb)
+        x = hidden_states
+        (normed,) = fusion.residual_norm(
+            x, norm=self.norm1, modulations=(Modulation(own(SCALE_ATTN), own(SHIFT_ATTN)),)
+        )
+        branch = self.attn1(
+            hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb
+        )
+        (x,) = fusion.residual_norm(x, branch, own(GATE_ATTN))
+        branch = self.attn2(
+            x,
+            encoder_hidden_states=encoder_hidden_states,
+            image_rotary_emb=None,
+            attention_mask=encoder_attention_mask,
+        )
+        x, normed = fusion.residual_norm(
+            x, branch, None, self.norm2, (Modulation(own(SCALE_FF), own(SHIFT_FF)),)
+        )
+        return fusion.residual_norm(x, feed_forward(fusion, self.ff, normed), own(GATE_FF))[0]
+
+
+class LTX2VideoTransformerBlock(transformer_ltx2.LTX2VideoTransformerBlock):
+    """The block of LTX-2, 2.3 and 2.5."""
+
+    @_while_installed(transformer_ltx2.LTX2VideoTransformerBlock)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        audio_hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        audio_encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        temb_audio: torch.Tensor,
+        temb_ca_scale_shift: torch.Tensor,
+        temb_ca_audio_scale_shift: torch.Tensor,
+        temb_ca_gate: torch.Tensor,
+        temb_ca_audio_gate: torch.Tensor,
+        temb_prompt: torch.Tensor | None = None,
+        temb_prompt_audio: torch.Tensor | None = None,
+        video_rotary_emb: Rotary | None = None,
+        audio_rotary_emb: Rotary | None = None,
+        ca_video_rotary_emb: Rotary | None = None,
+        ca_audio_rotary_emb: Rotary | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        audio_encoder_attention_mask: torch.Tensor | None = None,
+        self_attention_mask: torch.Tensor | None = None,
+        audio_self_attention_mask: torch.Tensor | None = None,
+        a2v_cross_attention_mask: torch.Tensor | None = None,
+        v2a_cross_attention_mask: torch.Tensor | None = None,
+        use_a2v_cross_attention: bool = True,
+        use_v2a_cross_attention: bool = True,
+        perturbation_mask: torch.Tensor | None = None,
+        all_perturbed: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Video and audio hidden states `(batch, seq, channels)` after the block, as the stock block computes
+        them."""
+        perturbation = (
+            {"perturbation_mask": perturbation_mask, "all_perturbed": all_perturbed}
+            if self.perturbed_attn
+            else {}
+        )
+        video = _Stream(self, False, temb, temb_ca_scale_shift, temb_ca_gate)
+        audio = _Stream(self, True, temb_audio, temb_ca_audio_scale_shift, temb_ca_audio_gate)
+        video.self_attention(hidden_states, video_rotary_emb, self_attention_mask, perturbation)
+        audio.self_attention(audio_hidden_states, audio_rotary_emb, audio_self_attention_mask, perturbation)
+        video.text_attention(encoder_hidden_states, temb_prompt, encoder_attention_mask)
+        audio.text_attention(audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask)
+        if use_a2v_cross_attention or use_v2a_cross_attention:
+            to_video, to_audio = (
+                stream.meeting(use_a2v_cross_attention, use_v2a_cross_attention) for stream in (video, audio)
+            )
+            if use_a2v_cross_attention:
+                video.branch = self.audio_to_video_attn(
+                    to_video[0],
+                    encoder_hidden_states=to_audio[0],
+                    query_rotary_emb=ca_video_rotary_emb,
+                    key_rotary_emb=ca_audio_rotary_emb,
+                    attention_mask=a2v_cross_attention_mask,
+                )
+                video.gate = video.meeting_gate
+            if use_v2a_cross_attention:
+                audio.branch = self.video_to_audio_attn(
+                    to_audio[-1],
+                    encoder_hidden_states=to_video[-1],
+                    query_rotary_emb=ca_audio_rotary_emb,
+                    key_rotary_emb=ca_video_rotary_emb,
+                    attention_mask=v2a_cross_attention_mask,
+                )
+                audio.gate = audio.meeting_gate
+        return video.feed_forward(), audio.feed_forward()
+
+
+class _Stream:
+    """One modality on its way through an LTX-2 block; `branch` waits to be added to `x`, with its gate."""
+
+    def __init__(
+        self,
+        block: Any,
+        audio: bool,
+        temb: torch.Tensor,
+        meeting_temb: torch.Tensor,
+        meeting_gate_temb: torch.Tensor,
+    ) -> None:
+        self.block = block
+        self.fusion: Fusion = getattr(block, ATTRIBUTE)
+        self.temb = temb
+        self.meeting_temb = meeting_temb
+        self.branch: torch.Tensor | None = None
+        self.gate: Parameter | None = None
+        if audio:
+            self.table, self.meeting_table = (
+                block.audio_scale_shift_table,
+                block.audio_a2v_cross_attn_scale_shift_table,
+            )
+            self.norms = (
+                block.audio_norm1,
+                block.audio_norm2,
+                block.video_to_audio_norm,
+                block.audio_norm3,
+            )
+            self.attentions = block.audio_attn1, block.audio_attn2
+            self.ff, self.modulates_text_query = block.audio_ff, block.audio_cross_attn_adaln
+            self.text_table = block.audio_prompt_scale_shift_table if block.cross_attn_adaln else None
+        else:
+            self.table, self.meeting_table = (
+                block.scale_shift_table,
+                block.video_a2v_cross_attn_scale_shift_table,
+            )
+            self.norms = block.norm1, block.norm2, block.audio_to_video_norm, block.norm3
+            self.attentions = block.attn1, block.attn2
+            self.ff, self.modulates_text_query = block.ff, block.video_cross_attn_adaln
+            self.text_table = block.prompt_scale_shift_table if block.cross_attn_adaln else None
+        self.meeting_gate = parameter(self.meeting_table[4:], meeting_gate_temb, 0)
+
+    def _own(self, index: int) -> Parameter:
+        return parameter(self.table, self.temb, index)
+
+    def _settle(self, norm: Any, modulations: tuple[Modulation, ...]) -> tuple[torch.Tensor, ...]:
+        """Add the waiting branch, then norm and modulate."""
+        results = self.fusion.residual_norm(self.x, self.branch, self.gate, norm, modulations)
+        if self.branch is not None:
+            self.x, *results = results
+            self.branch = self.gate = None
+        return tuple(results)
+
+    def self_attention(
+        self,
+        x: torch.Tensor,
+        rotary_emb: Rotary | None,
+        mask: torch.Tensor | None,
+        perturbation: dict[str, Any],
+    ) -> None:
+        """Norm, modulation, self-attention."""
+        self.x = x
+        modulation = Modulation(self._own(SCALE_ATTN), self._own(SHIFT_ATTN))
+        (normed,) = self._settle(self.norms[0], (modulation,))
+        self.branch = self.attentions[0](
+            hidden_states=normed,
+            encoder_hidden_states=None,
+            query_rotary_emb=rotary_emb,
+            attention_mask=mask,
+            **perturbation,
+        )
+        self.gate = self._own(GATE_ATTN)
+
+    def text_attention(
+        self, text: torch.Tensor, temb_prompt: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> None:
+        """Norm, attention to the text; query, text and result are modulated in LTX-2.3 and later."""
+        modulations = ()
+        if self.modulates_text_query:
+            modulations = (Modulation(self._own(SCALE_TEXT), self._own(SHIFT_TEXT)),)
+        (normed,) = self._settle(self.norms[1], modulations)
+        if self.text_table is not None:
+            text = self._modulated_text(text, temb_prompt)
+        self.branch = self.attentions[1](
+            normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask
+        )
+        self.gate = self._own(GATE_TEXT) if self.modulates_text_query else None
+
+    def _modulated_text(self, text: torch.Tensor, temb_prompt: torch.Tensor | None) -> torch.Tensor:
+        assert self.text_table is not None
+        if temb_prompt is None:
+            # The text's modulation does not depend on the timestep.
+            shift, scale = self.text_table.to(text).unbind(0)
+            return text * (1 + scale) + shift
+        shift, scale = (parameter(self.text_table, temb_prompt, index) for index in (0, 1))
+        return self.fusion.residual_norm(text, modulations=(Modulation(scale, shift),))[0]
+
+    def meeting(self, a2v: bool, v2a: bool) -> tuple[torch.Tensor, ...]:
+        """Normed for the attention between the modalities: modulated for audio to video, video to audio."""
+        table = self.meeting_table[:4]
+        first = tuple(index for index, wanted in ((0, a2v), (2, v2a)) if wanted)
+        modulations = tuple(
+            Modulation(
+                parameter(table, self.meeting_temb, index), parameter(table, self.meeting_temb, index + 1)
+            )
+            for index in first
+        )
+        return self._settle(self.norms[2], modulations)
+
+    def feed_forward(self) -> torch.Tensor:
+        """Norm, modulation, feed-forward: the block's result."""
+        modulation = Modulation(self._own(SCALE_FF), self._own(SHIFT_FF))
+        (normed,) = self._settle(self.norms[3], (modulation,))
+        branch = feed_forward(self.fusion, self.ff, normed)
+        return self.fusion.residual_norm(self.x, branch, self._own(GATE_FF))[0]
+
+
+def feed_forward(fusion: Fusion, ff: Any, x: torch.Tensor) -> torch.Tensor:
+    """The feed-forward; its first layer and GELU in one where that layer is a linear layer and no more.
+
+    Adapters, quantised weights and offloaded or cast layers bring a forward of their own, which then runs.
+    """
+    first = ff.net[0]
+    if type(first) is not GELU or first.approximate != "tanh" or not _plain(first.proj, x):
+        return ff(x)
+    x = fusion.linear_gelu(x, first.proj)
+    for module in ff.net[1:]:
+        x = module(x)
+    return x
+
+
+def _plain(linear: Any, x: torch.Tensor) -> bool:
+    return (
+        type(linear) is torch.nn.Linear
+        and type(linear.weight) is torch.nn.Parameter
+        and linear.weight.dtype == x.dtype
+        and not hooked(linear)
+    )
+
+
+def hooked(module: torch.nn.Module) -> bool:
+    """Whether diffusers or accelerate move or cast the module's weights around its forward."""
+    # diffusers' cache_context leaves empty registries behind.
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    return hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
+
+
+FUSED: dict[type, type] = {
+    transformer_ltx.LTXVideoTransformerBlock: LTXVideoTransformerBlock,
+    transformer_ltx2.LTX2VideoTransformerBlock: LTX2VideoTransformerBlock,
+}
+STOCK = {fused: stock for stock, fused in FUSED.items()}
+
+
+def blocks_of(model: Any) -> list[Any]:
+    """The transformer's blocks; none of text connectors."""
+    return list(getattr(model, "transformer_blocks", ()))
+
+
+def require(model: Any) -> None:
+    """Raise for a model whose blocks level "block" does not know.
+
+    Raises:
+        ValueError: a block or a norm of another class, or modulation tables of another dtype.
+        RuntimeError: a block was offloaded before.
+    """
+    for block in blocks_of(model):
+        if type(block) not in FUSED and type(block) not in STOCK:
+            kind = type(block)
+            raise ValueError(
+                f"level='block' does not know {kind.__module__}.{kind.__qualname__}: use level='attention'"
+            )
+        if hooked(block) or "forward" in vars(block):
+            raise RuntimeError(
+                "the model's blocks are offloaded or cast already: install(level='block') before that"
+            )
+        if block.scale_shift_table.dtype != model.dtype:
+            raise ValueError(
+                f"the modulation tables are {block.scale_shift_table.dtype}, the model {model.dtype}: "
+                "use level='attention'"
+            )
+        for name, module in block.named_children():
+            if "norm" in name and (type(module) is not RMSNorm or module.bias is not None):
+                raise ValueError(f"level='block' does not know the block's {name}: use level='attention'")
+
+
+def apply(block: Any, fusion: Fusion | None) -> None:
+    """Make a block run fused, or, without `fusion`, as diffusers has it."""
+    if fusion is not None:
+        block.__class__ = FUSED.get(type(block), type(block))
+        setattr(block, ATTRIBUTE, fusion)
+    elif hasattr(block, ATTRIBUTE):
+        block.__class__ = STOCK[type(block)]
+        delattr(block, ATTRIBUTE)

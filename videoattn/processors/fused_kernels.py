@@ -1,0 +1,501 @@
+"""Triton kernels for the element-wise work of an LTX block, and the torch ops around them.
+
+A program takes one row, a token's channels, or several rows in turn, so that every large tensor is read and
+written once and per-channel vectors are read once a program. Sums and products are fp32; a result is rounded
+to its dtype where it is stored. Imported only by `fused`, since it needs Triton.
+"""
+
+# A kernel's body is Triton's language and no Python that a type checker could follow.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# torch.library reads the launchers' annotations, so these stay objects: no `from __future__` here.
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import wrap_triton
+
+NO_ROPE, SPLIT, INTERLEAVED = 0, 1, 2
+# From this many rows on a program takes several, which saves reading the per-channel vectors again; below it
+# more programs keep more of the device busy.
+MANY_ROWS = 8192
+ROWS = 4
+# Elements a thread holds of one tensor.
+PER_THREAD = 16
+# TRITON_INTERPRET=1 when Triton was imported: kernels run on the CPU, by numpy.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _load_pairs(row, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr):
+    """The two elements of every pair in a row, fp32: neighbours, or halves of a head HALF apart."""
+    if ROPE == 2:
+        column = tl.arange(0, 2 * BLOCK)
+        values = tl.load(row + column, mask=column < 2 * PAIRS, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(values, (BLOCK, 2)))
+    else:
+        pair = tl.arange(0, BLOCK)
+        column = pair // HALF * (2 * HALF) + pair % HALF
+        first = tl.load(row + column, mask=pair < PAIRS, other=0.0).to(tl.float32)
+        second = tl.load(row + column + HALF, mask=pair < PAIRS, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    row, first, second, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr
+):
+    dtype = row.dtype.element_ty
+    if ROPE == 2:
+        column = tl.arange(0, 2 * BLOCK)
+        values = tl.reshape(tl.join(first, second), (2 * BLOCK,))
+        tl.store(row + column, values.to(dtype), mask=column < 2 * PAIRS)
+    else:
+        pair = tl.arange(0, BLOCK)
+        column = pair // HALF * (2 * HALF) + pair % HALF
+        tl.store(row + column, first.to(dtype), mask=pair < PAIRS)
+        tl.store(row + column + HALF, second.to(dtype), mask=pair < PAIRS)
+
+
+@triton.jit
+def _load_angles(
+    table, head_stride, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, ROPE: tl.constexpr
+):
+    """cos or sin of one token for the first and for the second element of every pair, fp32."""
+    if ROPE == 2:
+        return _load_pairs(table, PAIRS, BLOCK, HALF, ROPE)
+    pair = tl.arange(0, BLOCK)
+    column = pair // HALF * head_stride + pair % HALF
+    values = tl.load(table + column, mask=pair < PAIRS, other=0.0).to(tl.float32)
+    return values, values
+
+
+@triton.jit
+def _norm_rotate_row(
+    source,
+    target,
+    first_weight,
+    second_weight,
+    cos1,
+    cos2,
+    sin1,
+    sin2,
+    eps,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    first, second = _load_pairs(source, PAIRS, BLOCK, HALF, ROPE)
+    scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * PAIRS) + eps)
+    first = first * scale * first_weight
+    second = second * scale * second_weight
+    if ROPE != 0:
+        first, second = first * cos1 - second * sin1, second * cos2 + first * sin2
+    _store_pairs(target, first, second, PAIRS, BLOCK, HALF, ROPE)
+
+
+@triton.jit
+def _norm_rotate_kernel(
+    x,
+    x_out,
+    x_weight,
+    x_batch_stride,
+    x_row_stride,
+    x_eps,
+    y,
+    y_out,
+    y_weight,
+    y_batch_stride,
+    y_row_stride,
+    y_eps,
+    cos,
+    sin,
+    angle_batch_stride,
+    angle_head_stride,
+    angle_row_stride,
+    length,
+    AFFINE: tl.constexpr,
+    TWO: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """RMSNorm over all heads and rotary embedding of x, and of y where two tensors share their angles."""
+    batch = tl.program_id(1).to(tl.int64)
+    if AFFINE:
+        x_weight1, x_weight2 = _load_pairs(x_weight, PAIRS, BLOCK, HALF, ROPE)
+        y_weight1, y_weight2 = _load_pairs(y_weight, PAIRS, BLOCK, HALF, ROPE)
+    else:
+        x_weight1, x_weight2, y_weight1, y_weight2 = 1.0, 1.0, 1.0, 1.0
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    for number in range(0, tl.minimum(ROWS, length - begin)):
+        row = begin + number
+        if ROPE != 0:
+            angles = batch * angle_batch_stride + row * angle_row_stride
+            cos1, cos2 = _load_angles(cos + angles, angle_head_stride, PAIRS, BLOCK, HALF, ROPE)
+            sin1, sin2 = _load_angles(sin + angles, angle_head_stride, PAIRS, BLOCK, HALF, ROPE)
+        else:
+            cos1, cos2, sin1, sin2 = 1.0, 1.0, 0.0, 0.0
+        out = (batch * length + row) * (2 * PAIRS)
+        _norm_rotate_row(
+            x + batch * x_batch_stride + row * x_row_stride,
+            x_out + out,
+            x_weight1,
+            x_weight2,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            x_eps,
+            PAIRS,
+            BLOCK,
+            HALF,
+            ROPE,
+        )
+        if TWO:
+            _norm_rotate_row(
+                y + batch * y_batch_stride + row * y_row_stride,
+                y_out + out,
+                y_weight1,
+                y_weight2,
+                cos1,
+                cos2,
+                sin1,
+                sin2,
+                y_eps,
+                PAIRS,
+                BLOCK,
+                HALF,
+                ROPE,
+            )
+
+
+@triton.jit
+def _gate_kernel(
+    x,
+    logits,
+    out,
+    x_batch_stride,
+    x_row_stride,
+    logits_batch_stride,
+    logits_row_stride,
+    length,
+    HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
+    """Every head of a token times twice the sigmoid of its logit."""
+    row, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head, dim = tl.arange(0, HEAD_BLOCK), tl.arange(0, DIM_BLOCK)
+    at_logits = batch * logits_batch_stride + row * logits_row_stride
+    gates = 2.0 * tl.sigmoid(tl.load(logits + at_logits + head, mask=head < HEADS, other=0.0).to(tl.float32))
+    column = head[:, None] * HEAD_DIM + dim[None, :]
+    mask = (head[:, None] < HEADS) & (dim[None, :] < HEAD_DIM)
+    values = tl.load(x + batch * x_batch_stride + row * x_row_stride + column, mask=mask, other=0.0)
+    gated = values.to(tl.float32) * gates[:, None]
+    tl.store(out + (batch * length + row) * (HEADS * HEAD_DIM) + column, gated.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _parameter(table, embedding, column, mask):
+    """A modulation parameter of every channel: the layer's own plus the timestep's, fp32."""
+    own = tl.load(table + column, mask=mask, other=0.0).to(tl.float32)
+    return own + tl.load(embedding + column, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _residual_norm_kernel(
+    x,
+    branch,
+    gate_table,
+    gate,
+    weight,
+    scale_table,
+    scale,
+    shift_table,
+    shift,
+    scale2_table,
+    scale2,
+    shift2_table,
+    shift2,
+    x_out,
+    out,
+    out2,
+    x_batch_stride,
+    x_row_stride,
+    branch_batch_stride,
+    branch_row_stride,
+    gate_batch_stride,
+    gate_row_stride,
+    scale_batch_stride,
+    scale_row_stride,
+    eps,
+    length,
+    BRANCH: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    AFFINE: tl.constexpr,
+    MODULATIONS: tl.constexpr,
+    GATE_PER_ROW: tl.constexpr,
+    SCALE_PER_ROW: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """x + gate · branch, its RMSNorm, and that times (1 + scale) plus shift, for one or two pairs."""
+    batch = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < CHANNELS
+    gate += batch * gate_batch_stride
+    scale += batch * scale_batch_stride
+    shift += batch * scale_batch_stride
+    scale2 += batch * scale_batch_stride
+    shift2 += batch * scale_batch_stride
+    gates, scales, shifts, scales2, shifts2, weights = 1.0, 0.0, 0.0, 0.0, 0.0, 1.0
+    if GATED and not GATE_PER_ROW:
+        gates = _parameter(gate_table, gate, column, mask)
+    if AFFINE:
+        weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if MODULATIONS > 0 and not SCALE_PER_ROW:
+        scales = _parameter(scale_table, scale, column, mask)
+        shifts = _parameter(shift_table, shift, column, mask)
+    if MODULATIONS > 1 and not SCALE_PER_ROW:
+        scales2 = _parameter(scale2_table, scale2, column, mask)
+        shifts2 = _parameter(shift2_table, shift2, column, mask)
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    for number in range(0, tl.minimum(ROWS, length - begin)):
+        row = begin + number
+        at = (batch * length + row) * CHANNELS + column
+        values = tl.load(x + batch * x_batch_stride + row * x_row_stride + column, mask=mask, other=0.0)
+        values = values.to(tl.float32)
+        if BRANCH:
+            row_gates = gates
+            if GATE_PER_ROW:
+                row_gates = _parameter(gate_table, gate + row * gate_row_stride, column, mask)
+            at_branch = batch * branch_batch_stride + row * branch_row_stride
+            added = tl.load(branch + at_branch + column, mask=mask, other=0.0).to(tl.float32)
+            # The norm is of what the next residual starts from: the rounded sum.
+            rounded = (values + added * row_gates).to(x_out.dtype.element_ty)
+            tl.store(x_out + at, rounded, mask)
+            values = rounded.to(tl.float32)
+        if NORM:
+            mean = tl.sum(tl.where(mask, values * values, 0.0), axis=0) / CHANNELS
+            values = values * tl.rsqrt(mean + eps) * weights
+        if NORM or MODULATIONS > 0:
+            row_scales, row_shifts = scales, shifts
+            if SCALE_PER_ROW:
+                row_scales = _parameter(scale_table, scale + row * scale_row_stride, column, mask)
+                row_shifts = _parameter(shift_table, shift + row * scale_row_stride, column, mask)
+            result = values * (1.0 + row_scales) + row_shifts
+            tl.store(out + at, result.to(out.dtype.element_ty), mask)
+            if MODULATIONS > 1:
+                row_scales, row_shifts = scales2, shifts2
+                if SCALE_PER_ROW:
+                    row_scales = _parameter(scale2_table, scale2 + row * scale_row_stride, column, mask)
+                    row_shifts = _parameter(shift2_table, shift2 + row * scale_row_stride, column, mask)
+                result = values * (1.0 + row_scales) + row_shifts
+                tl.store(out2 + at, result.to(out2.dtype.element_ty), mask)
+
+
+def _rows(batch: int, length: int) -> int:
+    return ROWS if batch * length >= MANY_ROWS else 1
+
+
+def _next_power_of_2(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // (32 * PER_THREAD)))
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself if its channels lie side by side, else a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, bool]:
+    """Batch and row stride of `(batch or 1, length or 1, channels)`, 0 where one entry serves all; and
+    whether rows differ."""
+    batch = x.stride(0) if x.shape[0] > 1 else 0
+    return batch, x.stride(1) if x.shape[1] > 1 else 0, x.shape[1] > 1
+
+
+def _norm_rotate(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    x_weight: torch.Tensor | None,
+    y_weight: torch.Tensor | None,
+    x_eps: float,
+    y_eps: float,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    x = _dense_rows(x)
+    y = None if y is None else _dense_rows(y)
+    batch, length, channels = x.shape
+    x_out = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    outs = [x_out]
+    if y is not None:
+        outs.append(torch.empty((batch, length, channels), dtype=y.dtype, device=y.device))
+    pairs = channels // 2
+    rope, half, angles = NO_ROPE, pairs, (0, 0, 0)
+    if cos is not None and sin is not None:
+        first = cos.stride(0) if cos.shape[0] > 1 else 0
+        if cos.dim() == 4:
+            rope, half, angles = SPLIT, cos.shape[3], (first, cos.stride(1), cos.stride(2))
+        else:
+            rope, half, angles = INTERLEAVED, 1, (first, 0, cos.stride(1))
+    block = _next_power_of_2(pairs)
+    rows = _rows(batch, length)
+    # A null pointer cannot be passed, so an absent tensor's place is taken by an input. An output twice would
+    # keep torch.compile from writing it in place.
+    other, other_out = (x, x) if y is None else (y, outs[1])
+    own_weight = x if x_weight is None else x_weight
+    wrap_triton(_norm_rotate_kernel)[((length + rows - 1) // rows, batch)](
+        x,
+        x_out,
+        own_weight,
+        x.stride(0),
+        x.stride(1),
+        x_eps,
+        other,
+        other_out,
+        own_weight if y_weight is None else y_weight,
+        other.stride(0),
+        other.stride(1),
+        y_eps,
+        x if cos is None else cos,
+        x if sin is None else sin,
+        *angles,
+        length,
+        AFFINE=x_weight is not None,
+        TWO=y is not None,
+        PAIRS=pairs,
+        BLOCK=block,
+        HALF=half,
+        ROPE=rope,
+        ROWS=rows,
+        num_warps=_warps(2 * block),
+    )
+    return outs
+
+
+def _gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    x, logits = _dense_rows(x), _dense_rows(logits)
+    batch, length, channels = x.shape
+    heads = logits.shape[2]
+    out = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    head_block, dim_block = _next_power_of_2(heads), _next_power_of_2(channels // heads)
+    wrap_triton(_gate_kernel)[(length, batch)](
+        x,
+        logits,
+        out,
+        x.stride(0),
+        x.stride(1),
+        logits.stride(0),
+        logits.stride(1),
+        length,
+        HEADS=heads,
+        HEAD_BLOCK=head_block,
+        HEAD_DIM=channels // heads,
+        DIM_BLOCK=dim_block,
+        num_warps=_warps(head_block * dim_block),
+    )
+    return out
+
+
+def results_of(norm: bool, modulation: Sequence[torch.Tensor]) -> int:
+    """How many tensors come out besides the sum: one a modulation, without any the normed one if there is."""
+    return max(int(norm), len(modulation) // 4)
+
+
+def _residual_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    gate: list[torch.Tensor],
+    norm: bool,
+    weight: torch.Tensor | None,
+    eps: float,
+    modulation: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    x = _dense_rows(x)
+    branch = None if branch is None else _dense_rows(branch)
+    batch, length, channels = x.shape
+    outs = []
+    if branch is not None:
+        outs.append(torch.empty((batch, length, channels), dtype=x.dtype, device=x.device))
+    results = results_of(norm, modulation)
+    for _ in range(results):
+        outs.append(torch.empty((batch, length, channels), dtype=x.dtype, device=x.device))
+    block = _next_power_of_2(channels)
+    rows = _rows(batch, length)
+    gate_strides = _strides(gate[1]) if gate else (0, 0, False)
+    scale_strides = _strides(modulation[1]) if modulation else (0, 0, False)
+    gates = gate or [x, x]
+    parameters = [*modulation, *[x] * (8 - len(modulation))]
+    added = x if branch is None else branch
+    wrap_triton(_residual_norm_kernel)[((length + rows - 1) // rows, batch)](
+        x,
+        added,
+        *gates,
+        x if weight is None else weight,
+        *parameters,
+        x if branch is None else outs[0],
+        x if results == 0 else outs[-results],
+        x if results < 2 else outs[-1],
+        x.stride(0),
+        x.stride(1),
+        added.stride(0),
+        added.stride(1),
+        gate_strides[0],
+        gate_strides[1],
+        scale_strides[0],
+        scale_strides[1],
+        eps,
+        length,
+        BRANCH=branch is not None,
+        GATED=len(gate) > 0,
+        NORM=norm,
+        AFFINE=weight is not None,
+        MODULATIONS=len(modulation) // 4,
+        GATE_PER_ROW=gate_strides[2],
+        SCALE_PER_ROW=scale_strides[2],
+        CHANNELS=channels,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=_warps(block),
+    )
+    return outs
+
+
+def _fake_norm_rotate(x, y, x_weight, y_weight, x_eps, y_eps, cos, sin):
+    return [x.new_empty(x.shape)] + ([] if y is None else [y.new_empty(y.shape)])
+
+
+def _fake_gate(x, logits):
+    return x.new_empty(x.shape)
+
+
+def _fake_residual_norm(x, branch, gate, norm, weight, eps, modulation):
+    return [x.new_empty(x.shape) for _ in range((branch is not None) + results_of(norm, modulation))]
+
+
+def _op(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The torch op of a launcher: transparent to torch.compile on a GPU, opaque under the interpreter, whose
+    kernels cannot be traced."""
+    if not INTERPRETED:
+        return torch.library.triton_op(f"videoattn::{name}", function, mutates_args=())
+    op = torch.library.custom_op(f"videoattn::{name}", function, mutates_args=())
+    op.register_fake(fake)
+    return op
+
+
+norm_rotate = _op("norm_rotate", _norm_rotate, _fake_norm_rotate)
+gate = _op("gate", _gate, _fake_gate)
+residual_norm = _op("residual_norm", _residual_norm, _fake_residual_norm)

@@ -1,0 +1,73 @@
+"""How much of a model an install serves, and what a level asks of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from videoattn.processors.sites import Site, execution_device
+
+if TYPE_CHECKING:
+    from videoattn.processors.fused import Engine, Fusion
+
+Level = Literal["call", "attention", "block"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+CALL: Level = "call"
+
+_FUSED = {
+    "attention": "QK norm with rotary embedding, head gates",
+    "block": "QK norm with rotary embedding, head gates, residual with norm and modulation, linear with GELU",
+}
+
+
+def fusion_for(
+    level: Level, under_compile: Engine, sites: Mapping[int, list[Site]], parts: Iterable[Any]
+) -> Fusion | None:
+    """What runs the fused work of that level on these models, None at level `call`.
+
+    Raises as `install` says.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}: choose from {', '.join(LEVELS)}")
+    if level == CALL:
+        return None
+    from videoattn.processors import blocks, fused
+
+    fusion = fused.Fusion(under_compile)
+    for part in parts:
+        if execution_device(part).type == "cuda" and not fusion.available:
+            raise RuntimeError(fused.NO_TRITON)
+        for site in sites[id(part)]:
+            _require_norms(site, level)
+        if level == "block":
+            blocks.require(part)
+    return fusion
+
+
+def _require_norms(site: Site, level: Level) -> None:
+    from videoattn.processors.blocks import hooked
+
+    for name in ("norm_q", "norm_k"):
+        norm = getattr(site.module, name)
+        if type(norm) is not torch.nn.RMSNorm:
+            kind = type(norm)
+            raise ValueError(
+                f"level={level!r} does not know {kind.__module__}.{kind.__qualname__} at {site.path}.{name}: "
+                "use level='call'"
+            )
+        if hooked(norm):
+            raise RuntimeError(
+                f"level={level!r} reads the weights of {site.path}.{name}, which are offloaded or cast layer "
+                "by layer: use level='call', or offload whole blocks"
+            )
+
+
+def says(level: Level, fusion: Fusion | None, device: torch.device) -> str:
+    """One phrase on what runs fused, and by what; empty where nothing does."""
+    if fusion is None:
+        return ""
+    engine = "fused by Triton" if fusion.engine(device) == "triton" else f"by torch, on {device.type}"
+    compiled = "" if fusion.under_compile == "triton" else "; under torch.compile by torch"
+    return f"level {level}: {_FUSED[level]}, {engine}{compiled}"

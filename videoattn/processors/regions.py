@@ -1,0 +1,275 @@
+"""Fewer launches for a forward: blocks compiled by region, and whole forwards replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree
+
+from videoattn.processors.blocks import hooked
+from videoattn.processors.sites import models
+from videoattn.processors.stack import state_of
+from videoattn.timing import recorder
+
+# Each size and each mask form is a graph of its own; torch's default of 8 would end a long session.
+RECOMPILE_LIMIT = 64
+CONFLICT = (
+    "CUDA graphs read weights where they lay at capture, and {what} moves or changes them: "
+    "undo that, or do without cuda_graphs()"
+)
+
+
+def compile_blocks(target: Any, *, fullgraph: bool = True) -> None:
+    """Compile a transformer's repeated blocks, one graph for each size and mask form, none for unknown sizes.
+
+    After `install()`, or before: then the first forward after it compiles again. `fullgraph=False` is for
+    spatio-temporal guidance, in which diffusers branches on a tensor.
+    """
+    transformer, _ = models(target)
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    transformer.compile_repeated_blocks(fullgraph=fullgraph, dynamic=False)
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+class Capture(Protocol):
+    """Something that records what a function does to the device, and does it again."""
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        """Record `run`; its outputs, written anew by every replay."""
+        ...
+
+    def replay(self) -> None:
+        """Do it again, on the current stream."""
+        ...
+
+
+class CudaCapture:
+    """A CUDA graph in a memory pool that others may share, as long as one runs at a time."""
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self._device, self._pool = device, pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        """Capture `run`, which must have run before: what a first run sets up cannot be captured."""
+        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, pool=self._pool):
+            return run()
+
+    def replay(self) -> None:
+        """Launch the graph."""
+        self._graph.replay()
+
+
+def cuda_captures(device: torch.device) -> Callable[[], Capture]:
+    """Makes captures that share one pool."""
+    return functools.partial(CudaCapture, device, torch.cuda.graph_pool_handle())
+
+
+class _Captured:
+    """One forward's graph: buffers for its tensors, its outputs, and the recording of what lies between."""
+
+    def __init__(self, forward: Callable[..., Any], leaves: list[Any], spec: Any, capture: Capture) -> None:
+        # Outside of inference mode, so that a later forward may write them in any mode.
+        with torch.inference_mode(False):
+            self._buffers = [
+                torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            ]
+        self._fill(leaves)
+        args, kwargs = _pytree.tree_unflatten(self._buffers, spec)
+        self._capture = capture
+        self._outputs = capture.record(lambda: forward(*args, **kwargs))
+
+    def _fill(self, leaves: list[Any]) -> None:
+        for buffer, leaf in zip(self._buffers, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                buffer.copy_(leaf)
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        self._fill(leaves)
+        self._capture.replay()
+        # The next replay overwrites the outputs.
+        return _pytree.tree_map_only(torch.Tensor, torch.clone, self._outputs)
+
+
+class ForwardGraphs:
+    """The CUDA graphs of a transformer's forwards, made by `cuda_graphs`; `release()` undoes it.
+
+    `captured` counts graphs, `replays` forwards that replayed one, `plain` those that ran as ever, by reason;
+    `capture_seconds` is what the captures took together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        max_tokens: int | None,
+        captures: Callable[[torch.device], Callable[[], Capture]] = cuda_captures,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.replays = 0
+        self.plain: Counter[str] = Counter()
+        self.capture_seconds = 0.0
+        self._model = model
+        self._captures = captures
+        self._forward = model.forward
+        # Whoever asks for the forward's parameters gets those of the model's own.
+        self.__signature__ = inspect.signature(self._forward)
+        self._calls = sum(hasattr(m, "get_processor") and hasattr(m, "to_q") for m in model.modules())
+        self._graphs: dict[Any, _Captured] = {}
+        self._seen: set[Any] = set()
+        self._adapters: Any = None
+        self._parameters: list[torch.nn.Parameter] = []
+        self._places: Any = None
+        self._new_capture: Callable[[], Capture] | None = None
+        model.forward = self
+
+    @property
+    def captured(self) -> int:
+        """How many graphs there are now."""
+        return len(self._graphs)
+
+    def release(self) -> None:
+        """Give the transformer its own forward back, and the graphs' memory to the allocator."""
+        if vars(self._model).get("forward") is self:
+            del self._model.forward
+        self._drop()
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        self._seen.clear()
+        self._new_capture = None
+
+    def _drop_if_weights_changed(self) -> None:
+        adapters = _adapters(self._model)
+        if adapters != self._adapters or not self._parameters:
+            self._adapters, self._parameters = adapters, list(self._model.parameters())
+        places = adapters, tuple(parameter.data_ptr() for parameter in self._parameters)
+        if places != self._places:
+            _refuse_hooks(self._model)
+            self._drop()
+            self._places = places
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward: the first of its kind runs plain, the second is captured, the rest replay."""
+        recording = recorder.active()
+        whole = recording if isinstance(recording, recorder.Recording) else None
+        arguments = self.__signature__.bind(*args, **kwargs).arguments
+        reason = self._refusal(arguments)
+        if reason is None and whole is not None and whole.compare:
+            reason = "shadow arms run beside single calls"
+        if reason is not None:
+            self.plain[reason] += 1
+            return self._forward(*args, **kwargs)
+        self._drop_if_weights_changed()
+        leaves, spec = _pytree.tree_flatten((args, kwargs))
+        key = _key(leaves, spec, self._model)
+        graph = self._graphs.get(key)
+        if graph is None and key not in self._seen:
+            # What a first run makes, compiled kernels and workspaces, must exist before a capture.
+            self._seen.add(key)
+            self.plain["the first forward of its kind"] += 1
+            return self._forward(*args, **kwargs)
+        device = arguments["hidden_states"].device
+        if graph is None:
+            began = perf_counter()
+            if self._new_capture is None:
+                self._new_capture = self._captures(device)
+            with recorder.unrecorded():
+                graph = _Captured(self._forward, leaves, spec, self._new_capture())
+            self._graphs[key] = graph
+            self.capture_seconds += perf_counter() - began
+        self.replays += 1
+        with nullcontext() if whole is None else whole.forward(device, replayed_calls=self._calls):
+            return graph(leaves)
+
+    def _refusal(self, arguments: dict[str, Any]) -> str | None:
+        """None, or why this forward is no matter for a graph."""
+        hidden_states = arguments["hidden_states"]
+        tokens = hidden_states.shape[0] * hidden_states.shape[1]
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            return f"more than {self.max_tokens} tokens"
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return "gradients are on"
+        if arguments.get("spatio_temporal_guidance_blocks") or arguments.get("perturbation_mask") is not None:
+            return "spatio-temporal guidance branches on a tensor"
+        # LTX-2 builds them from host memory, which a capture forbids; its pipelines hand them in.
+        if "audio_coords" in self.__signature__.parameters and arguments.get("video_coords") is None:
+            return "no video_coords were given"
+        for value in _pytree.tree_leaves(arguments):
+            if isinstance(value, torch.Tensor) and value.device != hidden_states.device:
+                return f"an argument is on {value.device}"
+        return None
+
+
+def cuda_graphs(target: Any, *, max_tokens: int | None = None) -> ForwardGraphs:
+    """Replay a transformer's forwards as CUDA graphs, one for each set of shapes, dtypes and mask forms.
+
+    Of each kind the first forward runs as ever and the second is captured, which launches nothing; later
+    ones cost one launch. Results are those of the captured kernels, bit for bit. A recording of timings times
+    these forwards whole. Graphs are made anew when weights moved or adapters changed. Their activations live
+    in a memory pool of their own until `release()`.
+
+    Args:
+        target: a pipeline or a transformer, as for `install()`, on its GPU; its blocks may be compiled.
+        max_tokens: forwards of more tokens, batch times sequence, run as ever: launches do not bind them.
+
+    Raises:
+        TypeError: `target` is no such model.
+        RuntimeError: it is not on a GPU, or is offloaded, cast layer by layer, cached, sharded, compiled as a
+            whole, or has graphs already.
+    """
+    model, _ = models(target)
+    if isinstance(vars(model).get("forward"), ForwardGraphs):
+        raise RuntimeError("this transformer's forwards are CUDA graphs already: release() those first")
+    if next(model.parameters()).device.type != "cuda":
+        raise RuntimeError("CUDA graphs need the transformer on an NVIDIA GPU: move it there first")
+    if getattr(model, "_compiled_call_impl", None) is not None or model is not getattr(
+        target, "transformer", target
+    ):
+        raise RuntimeError(
+            "the transformer is compiled as a whole: use mode='reduce-overhead' there, or compile_blocks()"
+        )
+    if getattr(model, "_parallel_config", None) is not None:
+        raise RuntimeError("CUDA graphs of a model that enable_parallelism() sharded are not supported")
+    _refuse_hooks(model)
+    return ForwardGraphs(model, max_tokens)
+
+
+def _refuse_hooks(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if hooked(module):
+            where = f"the hook on {name or type(model).__name__} (offloading, casting or a cache)"
+            raise RuntimeError(CONFLICT.format(what=where))
+
+
+def _key(leaves: list[Any], spec: Any, model: Any) -> Any:
+    """What a graph depends on besides the values in its buffers."""
+    described = tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    )
+    return described, str(spec), state_of(model), torch.is_autocast_enabled("cuda")
+
+
+def _adapters(model: Any) -> Any:
+    """Which adapters act on the model, with which scales; None without any."""
+    if not getattr(model, "peft_config", None):
+        return None
+    return tuple(
+        (id(module), tuple(module.active_adapters), tuple(module.scaling.items()), module.merged)
+        for module in model.modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling")
+    )
