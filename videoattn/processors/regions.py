@@ -203,6 +203,8 @@ class ForwardGraphs:
             return f"more than {self.max_tokens} tokens"
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             return "gradients are on"
+        if getattr(self._model, "_parallel_config", None) is not None:
+            return "the model's tokens are shared out over several ranks"
         if arguments.get("spatio_temporal_guidance_blocks") or arguments.get("perturbation_mask") is not None:
             return "spatio-temporal guidance branches on a tensor"
         # LTX-2 builds them from host memory, which a capture forbids; its pipelines hand them in.
