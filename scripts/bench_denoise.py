@@ -82,8 +82,7 @@ class Arm:
                     videoattn.install(transformer, level=level, under_compile=self.under_compile)
                 )
             if self.compiled:
-                regions.compile_blocks(transformer)
-                stack.callback(_not_compiled, transformer)
+                stack.enter_context(_compiled(transformer))
             graphs = None
             if self.graphs:
                 graphs = regions.cuda_graphs(transformer)
@@ -91,9 +90,23 @@ class Arm:
             yield graphs
 
 
-def _not_compiled(transformer: Any) -> None:
-    for module in transformer.modules():
-        module._compiled_call_impl = None
+@contextmanager
+def _compiled(transformer: Any) -> Iterator[None]:
+    """Blocks compiled inside the block, by what the first use made: a later one must not compile again."""
+    made = vars(transformer).setdefault("_bench_compiled", {})
+    if made:
+        for module, compiled in made.items():
+            module._compiled_call_impl = compiled
+    else:
+        regions.compile_blocks(transformer)
+        made.update(
+            {m: m._compiled_call_impl for m in transformer.modules() if m._compiled_call_impl is not None}
+        )
+    try:
+        yield
+    finally:
+        for module in made:
+            module._compiled_call_impl = None
 
 
 class Budget:

@@ -77,15 +77,10 @@ def breakdown(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 def gemm_rates(sustained: float) -> dict[str, float]:
     """TFLOP/s of a large bf16 matrix product: single ones, and back to back for some seconds."""
-    run, flops = bench_attention.gemm()
-    for _ in range(3):
-        run(0)
-    arms: Any = {"gemm": lambda *_: run(0)}
-    times = bench_attention.burst(arms, [()], 10, 0)["gemm"]
     power = bench_attention.PowerLog()
-    block = bench_attention.sustained_block(run, sustained, flops, power)
+    rates = bench_attention.measure_floor(sustained, 10, power)["GEMM 8192^3 bf16"]
     power.stop()
-    return {"burst": flops / statistics.median(times) / 1e12, "sustained": block["tflops"]}
+    return {"burst": rates["burst"], "sustained": rates["tflops"]}
 
 
 def floor(

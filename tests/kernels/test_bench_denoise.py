@@ -138,3 +138,24 @@ def test_the_accuracy_check_passes_ours_and_fails_a_wrong_arm(capsys, monkeypatc
     assert check.main([*options, "--arm", "attention"]) == 1
     assert capsys.readouterr().out.count("FAILED") == 2
     assert check.psnr(torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, 0.2]), 1.0) == pytest.approx(20.0)
+
+
+def test_a_second_round_compiles_nothing(monkeypatch):
+    from videoattn.processors import regions
+
+    torch.compiler.reset()
+    monkeypatch.setattr(
+        regions, "compile_blocks", lambda model: model.compile_repeated_blocks(backend="eager", dynamic=False)
+    )
+    model = denoise_models.MODELS["tiny-ltx"]
+    transformer = denoise_models.build(model, torch.device("cpu"), torch.float32)
+    given = denoise_models.inputs(transformer, 64, 64, 9, 1)
+    cells = {name: bench.new_cell() for name in ("stock+compile", "block+compile", "stock")}
+    with torch.no_grad():
+        for _ in range(2):
+            for name, cell in cells.items():
+                bench.measure(bench.Arm(name), transformer, given, 1, cell, False)
+    assert [cell["graphs_compiled"] for cell in cells.values()] == [[1, 0], [1, 0], [0, 0]]
+    assert not any(cell["recompiled_after_warm_up"] for cell in cells.values())
+    assert all(module._compiled_call_impl is None for module in transformer.modules())
+    torch.compiler.reset()

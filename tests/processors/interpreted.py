@@ -145,17 +145,17 @@ def parameters(count, batch, rows, channels, dtype):
     return [fused.parameter(table, temb, index) for index in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(
-    ("branch", "gated", "norm", "modulations"),
+    ("branch", "gated", "norm", "modulations", "per_row", "dtype"),
     [
-        (False, False, True, 1),
-        (True, True, True, 1),
-        (True, True, True, 2),
-        (True, False, True, 0),
-        (True, True, False, 0),
-        (False, False, False, 1),
+        (False, False, True, 1, False, torch.bfloat16),
+        (True, True, True, 1, False, torch.float16),
+        (True, True, True, 2, False, torch.bfloat16),
+        (True, True, True, 2, True, torch.bfloat16),
+        (True, True, True, 2, True, torch.float32),
+        (True, False, True, 0, False, torch.bfloat16),
+        (True, True, False, 0, True, torch.bfloat16),
+        (False, False, False, 1, False, torch.bfloat16),
     ],
 )
 def test_residual_norm(fusion, dtype, per_row, branch, gated, norm, modulations):
@@ -207,8 +207,7 @@ def small(inputs, version="ltx"):
     return cut
 
 
-@pytest.mark.parametrize("version", ["ltx", "2.0", "2.3"])
-@pytest.mark.parametrize("level", ["attention", "block"])
+@pytest.mark.parametrize(("version", "level"), [("ltx", "block"), ("2.0", "attention"), ("2.3", "block")])
 def test_a_transformer(version, level):
     """Every kind of attention module in its block, against stock's: gated in 2.3, not in the others."""
     dtype = torch.bfloat16
@@ -231,7 +230,7 @@ def test_a_transformer(version, level):
 @pytest.mark.parametrize("under_compile", ["triton", "torch"])
 def test_in_one_graph(under_compile):
     run = torch.ops.videoattn.residual_norm.default
-    model = ltx_transformer(layers=2)
+    model = ltx_transformer(layers=2 if under_compile == "triton" else 1)
     inputs = small(ltx_inputs())
     expected = model(**inputs)
     videoattn.install(model, level="block", under_compile=under_compile)

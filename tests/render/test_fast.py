@@ -86,7 +86,7 @@ def test_an_entry_is_carried_out(folder, tmp_path, monkeypatch):
     from videoattn.render import run
 
     setup = Setup("a test", level="block", graph_tokens=40)
-    monkeypatch.setattr(run, "fast", lambda job, device: module.Fast(setup, "--fast here"))
+    monkeypatch.setattr(run, "fast", lambda job, device, **_: module.Fast(setup, "--fast here"))
     made = []
 
     def graphs(pipe, *, max_tokens):

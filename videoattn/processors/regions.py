@@ -66,7 +66,9 @@ class CudaCapture:
 
     def record(self, run: Callable[[], Any]) -> Any:
         """Capture `run`, which must have run before: what a first run sets up cannot be captured."""
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, pool=self._pool):
+        # Other threads, a server's, may go on using the device.
+        capturing = torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device), capturing:
             return run()
 
     def replay(self) -> None:
