@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from videoattn.batch.actor import ACTOR, DRIVER, NodeWorker
 from videoattn.batch.run import Slot
@@ -196,7 +196,9 @@ class ActorProcess:
                 said = True
                 self._note(f"{self._name} waits for a free {self._needs} in the cluster")
         hello: dict[str, Any] = self._ask(self._hello)
-        node = next(each for each in ray.nodes() if each["NodeID"] == hello["node"])
+        node = next((each for each in ray.nodes() if each["NodeID"] == hello["node"]), None)
+        if node is None:
+            return f"the node of {self._name} has left the cluster"
         self.where = where = str(node["NodeManagerAddress"])
         if hello["version"] != __version__:
             return f"{where} has videoattn {hello['version']}, this is {__version__}: install the same one"
@@ -300,8 +302,12 @@ class ActorProcess:
 
     def _lose(self, error: RayError) -> None:
         """Give the actor up, whether it is dead or only out of reach."""
-        silent = isinstance(error, GetTimeoutError)
-        reason = f"no answer for {self._lease:g} s" if silent else _first_line(error)
+        if isinstance(error, GetTimeoutError):
+            reason = f"no answer for {self._lease:g} s"
+        elif isinstance(error, ActorUnavailableError):
+            reason = "Ray can't reach it"
+        else:
+            reason = _first_line(error)
         self._lost = f"{self._name} on {self.where}: {reason}"
         self._note(f"lost {self._lost}")
 
