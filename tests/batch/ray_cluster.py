@@ -69,7 +69,7 @@ class Node:
                     *options,
                 ],
                 cwd=folder,
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | ENVIRONMENT | {"TMPDIR": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

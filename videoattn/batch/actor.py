@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from videoattn.jobs import outputs
-from videoattn.jobs.process import ChildProcess
+from videoattn.jobs.process import ChildProcess, Program
 from videoattn.version import __version__
 
 DRIVER, ACTOR = "driver", "actor"
@@ -48,16 +47,7 @@ class NodeWorker:
             "missing": [path for path in inputs if not Path(path).exists()],
         }
 
-    def start(
-        self,
-        render: str,
-        *,
-        device: str,
-        options: Mapping[str, Any],
-        environment: Mapping[str, str],
-        log_file: str | None,
-        folder: str,
-    ) -> int:
+    def start(self, program: Program, log_file: str | None, folder: str) -> int:
         """Start the render process; without a `log_file` its files stay on this node until they are read.
 
         `folder` is its current folder if it exists here. Returns the process id.
@@ -66,14 +56,7 @@ class NodeWorker:
         if log is None:
             self._scratch = Path(tempfile.mkdtemp(prefix="videoattn-"))
             log = self._scratch / "worker.log"
-        self._child = ChildProcess(
-            render,
-            device=device,
-            options=options,
-            environment=environment,
-            log_file=log,
-            folder=folder if Path(folder).is_dir() else None,
-        )
+        self._child = ChildProcess(program, log, folder=folder if Path(folder).is_dir() else None)
         return self._child.pid
 
     def send(self, message: dict[str, Any]) -> None:

@@ -15,19 +15,20 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from videoattn.batch.actor import ACTOR, DRIVER, NodeWorker
 from videoattn.batch.run import Slot
 from videoattn.jobs import Store, outputs
-from videoattn.jobs.process import ProcessLost, wait_for_ready
+from videoattn.jobs.process import ProcessLost, Program, wait_for_ready
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 from videoattn.version import __version__
@@ -124,12 +125,9 @@ class ActorProcess:
 
     def __init__(
         self,
-        render: str,
-        *,
-        device: str,
-        options: Mapping[str, Any],
-        environment: Mapping[str, str] | None,
+        program: Program,
         log_file: Path,
+        *,
         name: str,
         store: Store,
         inputs: Sequence[str],
@@ -138,8 +136,7 @@ class ActorProcess:
     ) -> None:
         self.pid: int | None = None
         self.where: str | None = None
-        self._start = {"render": render, "device": device, "options": dict(options)}
-        self._environment = dict(environment or {})
+        self._program = program
         self._log_file = log_file.absolute()
         self._name, self._folder, self._lease, self._note = name, store.folder.absolute(), lease, note
         self._inbox: deque[dict[str, Any]] = deque()
@@ -153,7 +150,7 @@ class ActorProcess:
         self._probe = store.state_folder.absolute() / "work" / f"probe-{self._token}"
         self._probe.mkdir()
         (self._probe / DRIVER).write_text(self._token)
-        gpu = device != "cpu"
+        gpu = program.device != "cpu"
         self._needs = "GPU" if gpu else "CPU"
         self._actor: Any = (
             ray.remote(NodeWorker)
@@ -199,7 +196,9 @@ class ActorProcess:
                 said = True
                 self._note(f"{self._name} waits for a free {self._needs} in the cluster")
         hello: dict[str, Any] = self._ask(self._hello)
-        node = next(each for each in ray.nodes() if each["NodeID"] == hello["node"])
+        node = next((each for each in ray.nodes() if each["NodeID"] == hello["node"]), None)
+        if node is None:
+            return f"the node of {self._name} has left the cluster"
         self.where = where = str(node["NodeManagerAddress"])
         if hello["version"] != __version__:
             return f"{where} has videoattn {hello['version']}, this is {__version__}: install the same one"
@@ -210,15 +209,13 @@ class ActorProcess:
             resources = node["Resources"]
             threads = max(1, int(resources.get("CPU", 1)) // int(resources["GPU"]))
             # Ray sets it to the CPUs that an actor has reserved, which is one.
-            self._environment.setdefault("OMP_NUM_THREADS", str(threads))
+            environment = {"OMP_NUM_THREADS": str(threads), **self._program.environment}
+            self._program = replace(self._program, environment=environment)
             self.where = f"{where} GPU {','.join(map(str, hello['gpus']))}"
         self._streamed = not (hello["visible"] and self._sees_answer())
         self.pid = self._ask(
             self._actor.start.remote(
-                **self._start,
-                environment=self._environment,
-                log_file=None if self._streamed else str(self._log_file),
-                folder=os.getcwd(),
+                self._program, None if self._streamed else str(self._log_file), os.getcwd()
             )
         )
         return None
@@ -305,8 +302,12 @@ class ActorProcess:
 
     def _lose(self, error: RayError) -> None:
         """Give the actor up, whether it is dead or only out of reach."""
-        silent = isinstance(error, GetTimeoutError)
-        reason = f"no answer for {self._lease:g} s" if silent else _first_line(error)
+        if isinstance(error, GetTimeoutError):
+            reason = f"no answer for {self._lease:g} s"
+        elif isinstance(error, ActorUnavailableError):
+            reason = "Ray can't reach it"
+        else:
+            reason = _first_line(error)
         self._lost = f"{self._name} on {self.where}: {reason}"
         self._note(f"lost {self._lost}")
 

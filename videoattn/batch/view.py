@@ -109,7 +109,14 @@ class LiveTable:
         self._totals = _Totals()
         self._store: Store | None = None
         self._workers: Sequence[Worker] = ()
-        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=5, transient=True)
+        # Standard output belongs to the report's paths, and to whoever has redirected it.
+        self._live = Live(
+            console=console,
+            get_renderable=self._draw,
+            refresh_per_second=5,
+            transient=True,
+            redirect_stdout=False,
+        )
         self._console = console
 
     def __enter__(self) -> Self:

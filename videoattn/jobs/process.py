@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,18 +76,18 @@ class RenderProcess(Protocol):
         ...
 
 
-class Launch(Protocol):
-    """Starts a render process: `ChildProcess`, or what an engine puts in its place."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a render process is to run: `render` is `module:function`, the rest as in `Worker`."""
 
-    def __call__(
-        self,
-        render: str,
-        *,
-        device: str,
-        options: Mapping[str, Any],
-        environment: Mapping[str, str] | None,
-        log_file: Path,
-    ) -> RenderProcess: ...
+    render: str
+    device: str
+    options: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+
+# Starts a program with its prints in the file: `ChildProcess`, or what an engine puts in its place.
+Launch = Callable[[Program, Path], RenderProcess]
 
 
 class ProcessLost(Exception):
@@ -96,22 +97,13 @@ class ProcessLost(Exception):
 class ChildProcess:
     """A running `videoattn.jobs.child`, in a session of its own, its prints in `log_file`.
 
-    `render` is `module:function`, `folder` the child's current folder. Must be made by a thread that lives
-    as long as the child is to live: the kernel's death signal follows the thread that started the process.
+    `folder` is the child's current folder. Must be made by a thread that lives as long as the child is to
+    live: the kernel's death signal follows the thread that started the process.
     """
 
     where = None
 
-    def __init__(
-        self,
-        render: str,
-        *,
-        device: str,
-        options: Mapping[str, Any],
-        environment: Mapping[str, str] | None,
-        log_file: Path,
-        folder: str | None = None,
-    ) -> None:
+    def __init__(self, program: Program, log_file: Path, *, folder: str | None = None) -> None:
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._log_file = log_file
@@ -125,13 +117,14 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
-                env=os.environ | {"PYTHONPATH": path} | dict(environment or {}),
+                env=os.environ | {"PYTHONPATH": path} | dict(program.environment),
                 start_new_session=True,
                 cwd=folder,
             )
         self.pid = self._process.pid
         threading.Thread(target=self._listen, name=f"child {self.pid}", daemon=True).start()
-        self.send(type="hello", render=render, device=device, options=dict(options))
+        options = dict(program.options)
+        self.send(type="hello", render=program.render, device=program.device, options=options)
 
     def send(self, **message: Any) -> None:
         """As `RenderProcess.send`."""

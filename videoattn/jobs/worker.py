@@ -13,7 +13,7 @@ from typing import Any
 from videoattn.jobs.child import RenderFunction
 from videoattn.jobs.errors import OwnershipLost, StaleToken, StoreError, StoreFull, is_disk_full
 from videoattn.jobs.model import Job, JobState, Progress, Token
-from videoattn.jobs.process import ChildProcess, Launch, ProcessLost, RenderProcess, import_name
+from videoattn.jobs.process import ChildProcess, Launch, ProcessLost, Program, RenderProcess, import_name
 from videoattn.jobs.store import Store
 
 log = logging.getLogger(__name__)
@@ -77,14 +77,9 @@ class Worker:
     ) -> None:
         self.store = store
         self.name = name or device
-        render_name = import_name(render)
-        self._make_child: Callable[[], RenderProcess] = lambda: launch(
-            render_name,
-            device=device,
-            options=dict(options or {}),
-            environment=environment,
-            log_file=store.state_folder / f"worker-{self.name.replace('/', '-')}.log",
-        )
+        program = Program(import_name(render), device, dict(options or {}), dict(environment or {}))
+        log_file = store.state_folder / f"worker-{self.name.replace('/', '-')}.log"
+        self._make_child: Callable[[], RenderProcess] = lambda: launch(program, log_file)
         self._cancel_grace = cancel_grace
         self._start_timeout = start_timeout
         self._min_free = min_free
