@@ -120,7 +120,15 @@ VARIANTS: dict[str, Variant] = {
     "d64_late_n112_early_turn": d64("and an early turn", **LATE, **NO_SOFT, kTileN=112, kEarlyTurn=2),
 }
 SHAPES = {
-    "d128": ["self 12288", "self 6144", "text 12288x1024", "text 28160x1024", "self 28160"],
+    "d128": [
+        "self 12288",
+        "self 6144",
+        "text 12288x1024",
+        "text 28160x1024",
+        "self 28160",
+        "self 5525 ragged",
+        "text 12288x256",
+    ],
     "d64": [
         "D64 self 6144",
         "D64 self 14080",

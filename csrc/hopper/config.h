@@ -104,8 +104,6 @@ struct Args {
     const int32_t* kv_lengths;
     float* partial_out;  // where splits > 1: (splits, batch, heads, q_len, head_dim)
     float* partial_lse;  // (splits, batch, heads, q_len)
-    uint64_t* profile;   // where events go in a build with VIDEOATTN_PROFILE
-    Strided q, k, out;   // for what TMA does not move
     int32_t batch;
     int32_t heads;
     int32_t q_len;
@@ -114,6 +112,8 @@ struct Args {
     int32_t splits;
     int32_t tiles;  // q_tiles * splits * heads * batch, in this order from the fastest
     float scale_log2;  // softmax scale * log2(e)
+    Strided q, k, out;  // for what TMA does not move
+    uint64_t* profile;  // where events go in a build with VIDEOATTN_PROFILE
 };
 
 }  // namespace videoattn::hopper

@@ -74,7 +74,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void issue_scores(float (&s)[kScores]) {
-        const uint64_t k = descriptor(smem.k(stage(step)), 16);
+        const uint64_t k = descriptor(smem.k(0), 16) + stage(step) * (C::kKvBytes >> 4);
         pin(s);
         wgmma_fence();
 #pragma unroll
@@ -94,7 +94,7 @@ struct Consumer {
     // Issues the P V and passes the turn, if somebody is there to take it.
     template <bool kPass>
     __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4]) {
-        const uint64_t v = descriptor(smem.v(stage(step - 1)), C::kTileN * 128);
+        const uint64_t v = descriptor(smem.v(0), C::kTileN * 128) + stage(step - 1) * (C::kKvBytes >> 4);
         pin(o);
         wgmma_fence();
 #pragma unroll
