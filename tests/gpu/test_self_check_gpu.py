@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.verdicts import forget
 from videoattn.dispatch import AttentionCall, choose
-from videoattn.kernels import blackwell, hopper, library, verify
+from videoattn.kernels import blackwell, hopper, verify
 from videoattn.kernels.verify import Subject
 
 pytestmark = [
@@ -23,10 +24,7 @@ FAULTS = {
 
 @pytest.fixture
 def no_verdicts(tmp_path, monkeypatch):
-    folder = library.build().parents[1]
-    (tmp_path / "library").symlink_to(folder)
-    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(verify, "_known", {})
+    forget(tmp_path, monkeypatch)
     choose.cache_clear()
     yield
     choose.cache_clear()

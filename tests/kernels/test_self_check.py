@@ -19,9 +19,10 @@ from rich.console import Console
 
 import videoattn
 from tests.pipelines import ltx_transformer
+from tests.verdicts import forget
 from videoattn import doctor
 from videoattn.dispatch import choose
-from videoattn.kernels import hopper, library, verify
+from videoattn.kernels import hopper, verify
 from videoattn.kernels.verify import Subject, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +32,7 @@ RUNS = "runs its self-check"
 
 @pytest.fixture
 def no_verdicts(tmp_path, monkeypatch):
-    """A cache with the compiled library and without verdicts."""
-    folder = library.build().parents[1]
-    (tmp_path / "library").symlink_to(folder)
-    monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path))
-    monkeypatch.setattr(verify, "_known", {})
-    return tmp_path
+    return forget(tmp_path, monkeypatch)
 
 
 @pytest.fixture
