@@ -48,7 +48,8 @@ def test_an_empty_prompt_is_refused_in_words(server, browse):
 
 def test_the_estimate_and_illegal_sizes_are_told_before_submitting(server, browse):
     page = browse(server.url)
-    expect(page.locator("#estimate")).to_contain_text("About", timeout=LONG)
+    estimate = re.compile(r"About .*of main memory \(predicted\).*of disk at most", re.DOTALL)
+    expect(page.locator("#estimate")).to_contain_text(estimate, timeout=LONG)
     page.locator("#advanced").get_by_role("button").first.click()
     page.locator("#own-width input").fill("130")
     page.locator("#own-width input").press("Tab")

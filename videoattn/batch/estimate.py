@@ -45,11 +45,6 @@ class Estimate:
     disk_bytes: int
     on_gpu: bool
 
-    @property
-    def gpu_bytes(self) -> int | None:
-        """The memory, if it is a GPU's."""
-        return self.memory_bytes if self.on_gpu else None
-
 
 def estimate(jobs: Sequence[Planned], output: Path, device: str) -> list[Estimate]:
     """An estimate for each job.

@@ -282,8 +282,9 @@ def estimate(form: Form, *values: Any) -> str:
     else:
         basis = "from earlier clips" if found.measured else "predicted"
         parts.append(f"About {duration(max(1.0, found.seconds))}{each} ({basis})")
-    if found.gpu_bytes is not None:
-        parts.append(f"{text.amount(found.gpu_bytes)} of GPU memory (predicted)")
+    if found.memory_bytes is not None:
+        memory = "GPU memory" if found.on_gpu else "main memory"
+        parts.append(f"{text.amount(found.memory_bytes)} of {memory} (predicted)")
     parts.append(f"{text.amount(found.disk_bytes * clips)} of disk at most")
     return " · ".join(parts) + "".join(f"\n\n⚠️ {text.sentence(each)}" for each in warnings)
 
