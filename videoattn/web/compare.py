@@ -39,7 +39,9 @@ def build(actions: Actions) -> gr.HTML:
             seed = gr.Textbox("0", label="Seed", max_lines=1, scale=1, min_width=160, elem_id="compare-seed")
         with gr.Row():
             left = gr.Dropdown(["auto", *NAMES], value="sdpa", label="Kernel A", elem_id="kernel-a")
-            right = gr.Dropdown(["auto", *NAMES], value="auto", label="Kernel B", elem_id="kernel-b")
+            # On a CPU `auto` is sdpa too.
+            other = "reference" if actions.device == "cpu" else "auto"
+            right = gr.Dropdown(["auto", *NAMES], value=other, label="Kernel B", elem_id="kernel-b")
             start = gr.Button("Compare", variant="primary", min_width=120, elem_id="start-comparison")
     shower = _Shower(actions)
     pair = panel("compare", shower.show, act=shower.act, seconds=1.0)
