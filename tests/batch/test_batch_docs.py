@@ -15,6 +15,8 @@ from videoattn.batch.plan import plan
 from videoattn.batch.schema import schema
 from videoattn.render.run import Renderer
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "batch.md").read_text()
 EXAMPLES = dict(re.findall(r"^```\w+ (shots\.\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 SMALL = {"width": 64, "height": 64}

@@ -17,6 +17,8 @@ from tests.batch.batch_process import SMALL, clips, run, start
 from videoattn.jobs import JobState, Store, StoreReader
 from videoattn.render.metadata import read_job
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def job_file(tmp_path, ltx_folder):

@@ -17,6 +17,8 @@ from tests.jobs import job_renders
 from videoattn.batch.on_ray import Ray
 from videoattn.jobs import JobState, NewJob, Store, StoreError, StoreReader, Worker
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cluster():

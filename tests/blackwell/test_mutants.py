@@ -14,6 +14,8 @@ from videoattn.kernels.accuracy import compare
 from videoattn.kernels.ptxas import compile_ptx
 from videoattn.ptxsim import Module, Schedule
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = ("early", "late", "random:1", "random:2")
 FEED, ROWS, WORK, PLAN = (f"blackwell/{name}" for name in ("feed.cuh", "rows.cuh", "work.cuh", "plan.cpp"))
 

@@ -8,6 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.command import TINY, complaint, run
 
+pytestmark = pytest.mark.slow
+
 
 def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}

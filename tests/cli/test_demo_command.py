@@ -14,6 +14,8 @@ from tests.cli.command import run
 from videoattn import demo
 from videoattn.demo.checker import look
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

@@ -16,6 +16,8 @@ import pytest
 
 from videoattn.jobs import JobState, NewJob, Store, StoreBusy, StoreFull, StoreReader, Worker
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).with_name("job_server.py")
 
 

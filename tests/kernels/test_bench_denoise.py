@@ -15,6 +15,8 @@ import bench_denoise as bench
 import denoise_models
 import denoise_profile
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--config", "tiny", "--device", "cpu", "--sizes", "128x128", "--frames", "9", "--forwards", "1"]
 
 

@@ -19,6 +19,8 @@ import sanitize_hopper
 import sass_hopper
 import tune_hopper
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

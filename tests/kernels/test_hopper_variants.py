@@ -18,6 +18,8 @@ from videoattn.kernels import abi, library, plan, simulated
 from videoattn.kernels.accuracy import compare
 from videoattn.ptxsim import Schedule
 
+pytestmark = pytest.mark.slow
+
 # Together every choice that config.h offers beside the product's.
 CHECKED = {
     **{

@@ -14,6 +14,8 @@ from tests.kernels import fake_cuda
 from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
 from videoattn.kernels import abi, native
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def fake():

@@ -17,6 +17,8 @@ import torch
 
 from videoattn.kernels import library, native
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = """
 import sys

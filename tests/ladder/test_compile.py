@@ -10,6 +10,8 @@ import pytest
 from videoattn.kernels import library
 from videoattn.kernels.ptxas import Resources, compile_ptx, compile_report, parse_report, source_closure
 
+pytestmark = pytest.mark.slow
+
 LADDER = library.SOURCES / "ladder"
 TABLE = json.loads((LADDER / "steps.json").read_text())
 BUILDS = [(entry, arch) for entry in TABLE["steps"] + TABLE["branches"] for arch in entry["arch"]]

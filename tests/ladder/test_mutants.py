@@ -10,6 +10,8 @@ from videoattn.kernels import library
 from videoattn.ptxsim import Schedule
 from videoattn.ptxsim.ladder import load_steps, run_step
 
+pytestmark = pytest.mark.slow
+
 STEPS = {step.name: step for step in load_steps()}
 SCHEDULES = ("early", "late", "random:1", "random:2", "random:3")
 

@@ -12,6 +12,8 @@ from tests.processors import parallel_checks as checks
 from tests.processors.ranks import Ranks
 from videoattn.processors.parallel.attention import merge, present, share
 
+pytestmark = pytest.mark.slow
+
 DEGREES = [(2, 1), (1, 2)]
 LARGER = [(4, 1), (1, 4), (2, 2), (1, 3)]
 TOLERANCE = 1e-5

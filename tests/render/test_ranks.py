@@ -26,6 +26,8 @@ from videoattn.render.rank import Rank
 from videoattn.render.run import render
 from videoattn.timing.log import load
 
+pytestmark = pytest.mark.slow
+
 # Without loss: the encoder's choices would turn a rounding of one pixel into a difference of many.
 SETTINGS = {"width": 128, "height": 96, "num_frames": 17, "num_inference_steps": 2, "crf": 0}
 

@@ -10,6 +10,8 @@ from PIL import Image
 
 from tests.web.conftest import PROMPT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def client(server, tmp_path):

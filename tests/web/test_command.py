@@ -7,6 +7,8 @@ import pytest
 
 from tests.web.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def app(*arguments, **options):
     return subprocess.run(

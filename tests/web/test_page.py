@@ -7,6 +7,8 @@ from playwright.sync_api import expect
 
 from tests.web.conftest import PROMPT, Server
 
+pytestmark = pytest.mark.slow
+
 LONG = 240_000
 
 

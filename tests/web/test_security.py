@@ -12,6 +12,8 @@ from tests.web.conftest import PROMPT, serving
 from videoattn.web.guard import hash_password
 from videoattn.web.limits import MAX_PROMPT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
