@@ -233,8 +233,9 @@ def test_two_kernels_with_one_seed_side_by_side(server, browse, second):
         "return Math.max(...c.getContext('2d').getImageData(0, 0, c.width, c.height).data"
         ".filter((_, i) => i % 4 < 3)) }"
     )
-    # The picture shows eight times the difference; rounding alone parts the two, as the codec rounds it.
-    assert brightest <= (0 if second == "auto" else 8 * 8), brightest
+    # The picture shows eight times the difference. Rounding parts the two kernels by some levels of 255; frames out
+    # of step would saturate it.
+    assert brightest <= (0 if second == "auto" else 200), brightest
 
 
 def test_a_kernel_that_cannot_run_here_says_why(server, browse):
