@@ -233,8 +233,8 @@ def test_two_kernels_with_one_seed_side_by_side(server, browse, second):
         "return Math.max(...c.getContext('2d').getImageData(0, 0, c.width, c.height).data"
         ".filter((_, i) => i % 4 < 3)) }"
     )
-    # The picture shows eight times the difference. Rounding parts the two kernels by some levels of 255; frames out
-    # of step would saturate it.
+    # The picture shows eight times the difference. Rounding parts the two kernels by some levels of 255;
+    # frames out of step would saturate it.
     assert brightest <= (0 if second == "auto" else 200), brightest
 
 
