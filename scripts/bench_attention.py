@@ -424,6 +424,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def write_json(path: Path, report: object, indent: int | None = 1) -> None:
+    """Write beside the file and rename: a killed run leaves nothing that looks finished."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(report, indent=indent))
+    os.replace(beside, path)
+
+
 def main() -> int:
     options = parse(sys.argv[1:])
     command = " ".join(["python", *sys.argv])
@@ -463,9 +470,7 @@ def main() -> int:
             torch.cuda.empty_cache()
     power.stop()
     if options.json is not None:
-        beside = options.json.with_name(options.json.name + ".part")
-        beside.write_text(json.dumps(report, indent=1))
-        os.replace(beside, options.json)
+        write_json(options.json, report)
     return 0
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import os
 import sys
 import tempfile
 from collections import defaultdict
@@ -201,10 +199,9 @@ def main() -> int:
             words, roles = measure(q, k, v, library.SOURCES)
     spans = decode(words, roles)
     print("\n".join(table(spans)))
-    beside = options.output.with_name(options.output.name + ".part")
     # The simulator's steps are shown as microseconds.
-    beside.write_text(json.dumps(chrome(spans, options.ctas, 1.0 if options.simulate else 1e-3)))
-    os.replace(beside, options.output)
+    trace = chrome(spans, options.ctas, 1.0 if options.simulate else 1e-3)
+    bench.write_json(options.output, trace, indent=None)
     print(f"trace: {options.output}")
     return 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -254,9 +253,7 @@ def main() -> int:
                 torch.cuda.empty_cache()
     power.stop()
     if options.json is not None:
-        beside = options.json.with_name(options.json.name + ".part")
-        beside.write_text(json.dumps(report, indent=1))
-        os.replace(beside, options.json)
+        bench.write_json(options.json, report)
     return 0
 
 

@@ -84,13 +84,14 @@ def test_a_result_must_name_files_of_its_own_work_folder(store, start, wait_for)
 
 
 def test_cancel_running_stops_within_a_step(store, start, wait_for):
-    a, b = store.add([NewJob({"seed": 1, "frames": 1000, "delay": 0.05}), NewJob({"seed": 2})])
+    a, b = store.add([NewJob({"seed": 1, "frames": 1000, "delay": 0.5}), NewJob({"seed": 2})])
     worker = start()
-    wait_for(lambda: (p := store.progress(a)) is not None and p.step >= 3)
+    wait_for(lambda: (p := store.progress(a)) is not None and p.step >= 1)
+    steps = [store.progress(a).step]
     store.cancel(a)
-    steps = []
     wait_for(lambda: (p := store.progress(a)) is None or steps.append(p.step))
-    assert max(steps, default=0) < 1000
+    # The step in hand may end, and one more while the word is on its way.
+    assert max(steps) - steps[0] <= 2
     assert store.get(a).state is JobState.CANCELLED
     assert worker.status.restarts == 0
     wait_for(lambda: ended(store, b))
@@ -164,7 +165,8 @@ def test_stop_kills_what_does_not_stop(store, wait_for):
     wait_for(lambda: (p := store.progress(job)) is not None and p.phase == "denoise")
     began = time.monotonic()
     worker.stop(grace=0.5)
-    assert time.monotonic() - began < 300
+    # The render sleeps for ten minutes.
+    assert time.monotonic() - began < 60
     assert store.get(job).state is JobState.INTERRUPTED
 
 
