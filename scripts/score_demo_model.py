@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 from concurrent.futures import Executor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from PIL import Image
 
 from videoattn.demo.draw import draw, make_tracks
 from videoattn.demo.evaluation import (
+    ONE_SHAPE,
+    TWO_SHAPES,
     EvaluationSet,
     check_clips,
     check_pool,
@@ -80,10 +83,12 @@ def score(
         if output is not None:
             with open(output, "a") as file:
                 for row, verdict in zip(rows, verdicts, strict=True):
-                    file.write(json.dumps({**settings, "prompt": wanted.prompts[row], **verdict}) + "\n")
+                    setting = {**settings, "shift": pipe.scheduler.shift}
+                    file.write(json.dumps({**setting, "prompt": wanted.prompts[row], **verdict}) + "\n")
     given = ", first frame given" if image else ""
     steps, guidance = settings["num_inference_steps"], settings["guidance_scale"]
-    print(f"\n{steps} steps, guidance {guidance:g}{given}; {seconds:.1f} s to render\n")
+    shift = pipe.scheduler.shift
+    print(f"\n{steps} steps, guidance {guidance:g}, shift {shift:g}{given}; {seconds:.1f} s to render\n")
     print(format_table(tally(results, wanted.scenes[chosen])), flush=True)
 
 
@@ -96,8 +101,18 @@ def main() -> None:
         "--num-inference-steps", type=int, nargs="+", default=[DEFAULTS["num_inference_steps"]]
     )
     parser.add_argument("--guidance-scale", type=float, nargs="+", default=[DEFAULTS["guidance_scale"]])
+    parser.add_argument(
+        "--shift", type=float, nargs="+", help="of the scheduler's noise levels (default: the shipped one)"
+    )
     parser.add_argument("--image", action="store_true", help="give the first frame of a drawn clip as well")
-    parser.add_argument("--development", action="store_true", help="other prompts, to choose settings by")
+    parser.add_argument(
+        "--development",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="SETS",
+        help="other prompts, to choose settings by: so many times 256",
+    )
     parser.add_argument("--limit", type=int, help="only this many prompts of each kind")
     parser.add_argument("--batch-size", type=int, help="prompts at once (default: 64 on a GPU, 4 on a CPU)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -106,7 +121,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write every clip's verdict as JSON lines")
     arguments = parser.parse_args()
 
-    wanted = evaluation_set(seed=DEVELOPMENT_SEED) if arguments.development else evaluation_set()
+    sets = arguments.development
+    if sets is None:
+        wanted = evaluation_set()
+    else:
+        wanted = evaluation_set(ONE_SHAPE * sets, TWO_SHAPES * sets, seed=DEVELOPMENT_SEED)
     two = wanted.scenes.present[:, 1]
     chosen = np.concatenate([np.nonzero(~two)[0][: arguments.limit], np.nonzero(two)[0][: arguments.limit]])
     pipe: Any = load_pipeline(
@@ -115,23 +134,25 @@ def main() -> None:
     pipe.to(arguments.device)
     pipe.set_progress_bar_config(disable=True)
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-    kind = "development" if arguments.development else "fixed"
+    kind = "fixed" if sets is None else "development"
     print(f"{time.strftime('%Y-%m-%d')}, {name}, torch {torch.__version__}, {arguments.dtype}")
     print(f"{len(chosen)} of the {kind} prompts")
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(check_pool(arguments.workers)) if arguments.workers != 0 else None
-        for steps in arguments.num_inference_steps:
-            for guidance in arguments.guidance_scale:
-                score(
-                    pipe,
-                    wanted,
-                    chosen,
-                    {"num_inference_steps": steps, "guidance_scale": guidance},
-                    image=arguments.image,
-                    batch=arguments.batch_size or (64 if arguments.device == "cuda" else 4),
-                    pool=pool,
-                    output=arguments.output,
-                )
+        for shift, steps, guidance in product(
+            arguments.shift or [pipe.scheduler.shift], arguments.num_inference_steps, arguments.guidance_scale
+        ):
+            pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=shift)
+            score(
+                pipe,
+                wanted,
+                chosen,
+                {"num_inference_steps": steps, "guidance_scale": guidance},
+                image=arguments.image,
+                batch=arguments.batch_size or (64 if arguments.device == "cuda" else 4),
+                pool=pool,
+                output=arguments.output,
+            )
 
 
 if __name__ == "__main__":
