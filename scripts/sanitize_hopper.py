@@ -5,7 +5,7 @@ key lengths, split keys and many tiles a CTA, and holds each result against fp32
 reports anything or a result is wrong.
 
     python scripts/sanitize_hopper.py
-    python scripts/sanitize_hopper.py --tools memcheck racecheck --variant d128_late --log reports
+    python scripts/sanitize_hopper.py --tools memcheck racecheck --variant d128_stages3 --log reports
 """
 
 from __future__ import annotations

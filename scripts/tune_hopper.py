@@ -35,7 +35,7 @@ Choice = bool | int | str
 class Variant:
     """A configuration of `csrc/hopper/config.h` and what it chooses instead; `why` it may pay."""
 
-    config: str  # D128N128 or D64N128
+    config: str  # D128N128, D64N112, D64N96 or D64N128
     choices: dict[str, Choice]
     why: str
 
@@ -81,42 +81,31 @@ def d128(why: str, **choices: Choice) -> Variant:
 
 
 def d64(why: str, **choices: Choice) -> Variant:
-    return Variant("D64N128", choices, why)
+    return Variant("D64N112", choices, why)
 
 
-LATE: dict[str, Choice] = {"kCheckLate": True}
-THREE: dict[str, Choice] = {"kStages": 3, "kOutput": "kQueryBuffer"}
 DIRECT: dict[str, Choice] = {"kOutput": "kRegisters"}
-N176: dict[str, Choice] = {"kTileN": 176, "kQInRegisters": False, "kOutput": "kRegisters"}
-N160: dict[str, Choice] = {**N176, "kTileN": 160}
-NO_SOFT: dict[str, Choice] = {"kSoftBlocks": 0}
+THREE: dict[str, Choice] = {"kStages": 3, "kOutput": "kQueryBuffer"}
+N176: dict[str, Choice] = {"kTileN": 176, "kQInRegisters": False, **DIRECT}
 
 VARIANTS: dict[str, Variant] = {
     "d128_base": d128("the product"),
     "d128_early_turn": d128("the next consumer's first wgmma is queued before this one's last", kEarlyTurn=2),
     "d128_stages3": d128("a third buffer hides L2 latency", **THREE),
-    "d128_cluster": d128("half the reads from L2", kCluster=2),
-    "d128_n176": d128("fewer turns, waits and rescalings a FLOP", **N176),
-    "d128_late": d128("a tenth fewer instructions, exponentials start at once", **LATE),
-    "d128_late_early_turn": d128("both", **LATE, kEarlyTurn=2),
-    "d128_late_stages3": d128("both", **LATE, **THREE),
-    "d128_late_cluster": d128("both", **LATE, **DIRECT, kCluster=2),
-    "d128_late_cluster_stages3": d128("all three", **LATE, **DIRECT, kCluster=2, kStages=3),
-    "d128_late_n176": d128("both", **LATE, **N176),
-    "d128_late_cluster_n160": d128("all three; 176 keys would spill", **LATE, **N160, kCluster=2),
-    "d128_queries_in_smem": d128("measured: lost", kQInRegisters=False),
-    "d128_no_turns": d128("measured: lost", kTurns=False),
+    "d128_direct": d128("no barriers and no staging at a tile's end", **DIRECT),
+    "d128_cluster": d128("half the reads from L2: lost", **DIRECT, kCluster=2),
+    "d128_n176": d128("fewer turns, waits and rescalings a FLOP: lost", **N176),
+    "d128_check_first": d128("maxima before exponentials: lost", kCheckLate=False),
+    "d128_queries_in_smem": d128("lost before late checks", kQInRegisters=False),
+    "d128_no_turns": d128("lost before late checks", kTurns=False),
     "d64_base": d64("the product"),
     "d64_early_turn": d64("as for d128", kEarlyTurn=2),
-    "d64_hard_exp2": d64("measured: lost", **NO_SOFT),
-    "d64_soft1": d64("a sixteenth of the exponentials in software", kSoftBlocks=1),
-    "d64_soft3": d64("three sixteenths", kSoftBlocks=3),
+    "d64_soft1": d64("a fourteenth of the exponentials in software: lost", kSoftBlocks=1),
     "d64_stages4": d64("two more buffers hide L2 latency", kStages=4),
-    "d64_late_n112": d64("a fifth fewer instructions; 128 keys would spill", **LATE, **NO_SOFT, kTileN=112),
-    "d64_late_n112_soft1": d64("and a fourteenth in software", **LATE, kSoftBlocks=1, kTileN=112),
-    "d64_late_n112_soft2": d64("and a seventh", **LATE, kSoftBlocks=2, kTileN=112),
-    "d64_late_n112_stages4": d64("and two more buffers", **LATE, **NO_SOFT, kTileN=112, kStages=4),
-    "d64_late_n112_early_turn": d64("and an early turn", **LATE, **NO_SOFT, kTileN=112, kEarlyTurn=2),
+    "d64_n80_queries": d64("queries in registers, room for 80 keys", kTileN=80, kQInRegisters=True),
+    "d64_direct": d64("no barriers and no staging at a tile's end", **DIRECT),
+    "d64_no_turns": d64("lost before late checks", kTurns=False),
+    "d64_check_first": Variant("D64N128", {}, "maxima before exponentials, 128 keys: lost"),
 }
 SHAPES = {
     "d128": [

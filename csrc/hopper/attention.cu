@@ -98,18 +98,21 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
 
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_bf16, D128N128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_fp16, D128N128, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n112_bf16, D64N112, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n112_fp16, D64N112, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_bf16, D64N96, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_fp16, D64N96, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
 
 namespace videoattn {
 
 KernelList hopper_kernels() {
     static const Kernel kernels[] = {
         VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
         VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }

@@ -39,17 +39,24 @@ struct Choices {
 
 struct D128N128Choices : Choices {
     static constexpr bool kQInRegisters = true;
+    static constexpr bool kCheckLate = true;
+};
+
+// 128 keys and late checks need more than the 160 registers of three consumers.
+struct D64N112Choices : Choices {
+    static constexpr int kConsumers = 3;
+    static constexpr int kTileN = 112;
+    static constexpr bool kCheckLate = true;
+};
+
+struct D64N96Choices : D64N112Choices {
+    static constexpr int kTileN = 96;
+    static constexpr int kStages = 3;
 };
 
 struct D64N128Choices : Choices {
     static constexpr int kConsumers = 3;
     static constexpr int kSoftBlocks = 2;
-};
-
-struct D64N96Choices : D64N128Choices {
-    static constexpr int kTileN = 96;
-    static constexpr int kStages = 3;
-    static constexpr int kSoftBlocks = 1;
 };
 
 // The choices and what follows from them.
@@ -86,8 +93,9 @@ struct Config : C {
 };
 
 using D128N128 = Config<128, D128N128Choices>;
-using D64N128 = Config<64, D64N128Choices>;
+using D64N112 = Config<64, D64N112Choices>;
 using D64N96 = Config<64, D64N96Choices>;
+using D64N128 = Config<64, D64N128Choices>;
 
 // Up to this many keys the key tile is chosen to fit their number.
 constexpr int kShortKeys = 1024;

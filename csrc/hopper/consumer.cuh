@@ -62,6 +62,9 @@ struct Consumer {
 #pragma unroll
             for (int step = 0; step < kQSteps; ++step)
                 load_matrix(q[step], fragment_address(smem.q(group), threadIdx.x / 32 % 4, threadIdx.x % 32, step));
+            // An arrival may overtake loads that have not returned, and the copy engine writes through another proxy:
+            // without the fence it overwrites what is still being read (seen on an H200).
+            async_proxy_fence();
             if constexpr (!kOverQueries) {
                 __syncwarp();
                 release(smem.q_empty(group));
@@ -137,8 +140,8 @@ struct Consumer {
         start(index, left, tail);
 
         wait_keys();
-        take_turn();
         take_queries();
+        take_turn();
         issue_scores(s);
         pass_turn();
         recorder.enter(Phase::kScores);
@@ -199,8 +202,8 @@ struct Consumer {
             }
             retire_output();
             wait_keys();
-            take_turn();
             take_queries();
+            take_turn();
             issue_scores(s);
             wait_values();
             issue_output<true>(o, p);

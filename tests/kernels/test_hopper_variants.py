@@ -24,11 +24,9 @@ pytestmark = pytest.mark.slow
 CHECKED = {
     **{
         name: tune_hopper.VARIANTS[name]
-        for name in ("d128_late_cluster_stages3", "d128_late_n176", "d128_stages3")
+        for name in ("d128_cluster", "d128_n176", "d128_stages3", "d128_check_first")
     },
-    "d64_late_soft_early_turn": tune_hopper.d64(
-        "all choices at once", **tune_hopper.LATE, kSoftBlocks=2, kTileN=112, kEarlyTurn=2
-    ),
+    "d64_soft_early_turn": tune_hopper.d64("both", kSoftBlocks=2, kEarlyTurn=2),
 }
 
 
