@@ -24,8 +24,9 @@ lint: $(VENV)/.installed
 quick: lint
 	$(BIN)/pytest -q -m "not slow and not gpu" -n 2
 
+# Three on two cores: servers, clusters and killed commands are waited for.
 test: lint
-	$(BIN)/pytest -q -m "not gpu" -n 2
+	$(BIN)/pytest -q -m "not gpu" -n 3
 
 wheel: $(VENV)/.installed
 	$(BIN)/python scripts/build_wheel.py dist

@@ -101,6 +101,7 @@ def test_the_live_table_names_the_phase_and_counts_steps(tmp_path, phase, shown)
     assert re.search(rf"gpu 0\s+000001-\w{{8}}\s+{shown}\s.*3/8", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", row))
 
 
+@pytest.mark.slow
 def test_the_live_table_on_a_real_terminal(tmp_path, ltx_folder):
     settings = "width: 64, height: 64, num_frames: 9, num_inference_steps: 2, guidance_scale: 1"
     (tmp_path / "jobs.yaml").write_text(

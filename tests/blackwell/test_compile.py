@@ -9,6 +9,7 @@ SOURCE = library.SOURCES / "blackwell" / "attention.cu"
 KERNELS = {f"videoattn_blackwell_d{d}_{t}" for d in (64, 128) for t in ("bf16", "fp16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
 def test_no_spills_and_no_local_memory(arch):
     reports = compile_report(SOURCE, arch)
@@ -38,6 +39,7 @@ def test_software_exponentials_are_for_b200_only():
     assert counts["sm_103a"] == 0
 
 
+@pytest.mark.slow
 def test_the_debug_build_names_its_barriers():
     """With bounded waits every wait can trap, and says which barrier it was."""
     ptx = compile_ptx(SOURCE, "sm_100a", ("VIDEOATTN_BOUNDED_WAITS=10000000",)).read_text()

@@ -36,9 +36,10 @@ def check(q, k, v, *, scale=None, kv_lengths=None, schedule="early", **options):
 
 
 SCHEDULES = ("early", "late", "random:1")
+MOSTLY_SLOW = [SCHEDULES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULES[1:])]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, FP16)])
 def test_two_whole_tiles(head_dim, dtype, schedule):
     check(*operands(1, 256, 256, 1, head_dim, dtype), schedule=schedule)
@@ -58,18 +59,19 @@ def test_lengths_over_several_tiles(q_len, kv_len, head_dim, dtype, schedule):
     check(*operands(1, q_len, kv_len, 1, head_dim, dtype), schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
 def test_one_cta_takes_several_items(schedule):
     """Batch entries and heads follow one another through one CTA, with one tile of keys and with three."""
     check(*operands(2, 130, 100, 2, 64), grid=1, schedule=schedule)
     check(*operands(1, 130, 300, 2, 64), grid=1, schedule=schedule)
 
 
+@pytest.mark.slow
 def test_ctas_stride_over_the_items():
     check(*operands(1, 100, 100, 5, 64), grid=2, schedule="random:3")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
 def test_key_lengths_with_poisoned_padding(schedule):
     """NaN and Inf past each entry's length stay there; an entry without keys gives zeros and -inf."""
     q, k, v = operands(5, 140, 200, 1, 64)
@@ -98,6 +100,7 @@ def test_fused_qkv_is_read_in_place():
     check(q, k, v, grid=3, schedule="random:4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (64, FP16)])
 def test_split_keys(head_dim, dtype):
     """Short q over many keys: parts of the keys side by side, merged in a fixed order."""
@@ -148,6 +151,7 @@ def test_hard_inputs(name, head_dim, dtype):
     check(q.to(dtype), k.to(dtype), v.to(dtype))
 
 
+@pytest.mark.slow
 def test_a_neighbour_changes_nothing():
     """The bits of a batch entry's result do not depend on what else is in the batch, nor on the schedule."""
     q, k, v = operands(3, 140, 200, 1, 64)

@@ -84,6 +84,7 @@ def test_show_prints_the_settings(clip):
     assert set(everything["versions"]) >= {"videoattn", "torch", "diffusers"}
 
 
+@pytest.mark.slow
 def test_a_clip_renders_itself_again(clip):
     path, _ = clip
     result = run("render", "--from", path, "-o", "again.mp4", cwd=path.parent.parent)
@@ -101,6 +102,7 @@ def test_from_takes_what_is_given_over_what_was(clip):
     assert job == before | {"prompt": "blue", "seed": 12}
 
 
+@pytest.mark.slow
 def test_without_a_name_the_clip_is_named_by_prompt_and_seed(ltx_folder, tmp_path):
     (tmp_path / "a-red-ball-seed0.mp4").write_text("taken")
     result = run("render", "A red, ball!", "--model", ltx_folder, *TINY, "--compare", "sdpa", cwd=tmp_path)
@@ -112,9 +114,8 @@ def test_without_a_name_the_clip_is_named_by_prompt_and_seed(ltx_folder, tmp_pat
     assert "Shadow arms" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_render_leaves_nothing(ltx_folder, tmp_path, number, code):
     arguments = ["--model", ltx_folder, *TINY[:-1], "1000", "-o", "new/clip.mp4", "--timing", "new/t.jsonl"]
     process = start("render", "a red ball", *arguments, cwd=tmp_path)

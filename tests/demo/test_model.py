@@ -69,6 +69,7 @@ def test_two_shapes_keep_their_attributes() -> None:
     assert found == {("red", "circle", "bouncing"), ("yellow", "square", "right")}
 
 
+@pytest.mark.slow
 def test_a_given_first_frame_is_kept_and_goes_on() -> None:
     scenes = scene_of("red", "square", "medium", "right", "black")
     drawn = draw(scenes, make_tracks(np.random.default_rng(0), scenes))[0, :, 0]

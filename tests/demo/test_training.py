@@ -102,6 +102,7 @@ def test_averaged_weights_alone_start_a_stage(tmp_path) -> None:
     assert session.step == 0
 
 
+@pytest.mark.slow
 def test_the_text_stage_learns_and_logs(tmp_path) -> None:
     text.train(tmp_path, minutes=0.12, batch_size=8)
     last = log_of(tmp_path)[-1]

@@ -136,6 +136,7 @@ def test_death_at_every_step_loses_and_doubles_nothing(tmp_path):
     assert steps > 30, steps
 
 
+@pytest.mark.slow
 def test_repeated_deaths_at_random_steps(tmp_path):
     rng = random.Random(20)
     for _ in range(20):

@@ -9,6 +9,8 @@ import pytest
 
 from videoattn.kernels import library
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = ("d128_n128", "d64_n112", "d64_n96", "d64_n128")
 KERNELS = {f"videoattn_hopper_{config}_{dtype}" for config in CONFIGS for dtype in ("bf16", "fp16")}
 

@@ -10,6 +10,7 @@ from videoattn.kernels.accuracy import compare
 from videoattn.ptxsim import Schedule
 
 SCHEDULES = {"early": Schedule.early(), "late": Schedule.late(), "random": Schedule.random(7)}
+MOSTLY_SLOW = ["early", *(pytest.param(name, marks=pytest.mark.slow) for name in ("late", "random"))]
 
 
 def inputs(batch, heads, q_len, kv_len, head_dim, dtype=torch.bfloat16):
@@ -31,15 +32,17 @@ def check(q, k, v, *, schedule="early", kv_lengths=None, **options):
     return out, lse
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tails_and_many_tiles(head_dim, schedule):
     """Two heads on one CTA: ragged queries, ragged keys, a tile that follows another."""
     check(*inputs(1, 2, 100, 300, head_dim), schedule=schedule, grid=1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("head_dim", "kv_len"), [(64, 260), (64, 300), (128, 300)])
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
+@pytest.mark.parametrize(
+    ("head_dim", "kv_len"), [(64, 300), (128, 300), pytest.param(64, 260, marks=pytest.mark.slow)]
+)
 def test_key_lengths_hide_nan(head_dim, kv_len, schedule):
     """Empty entries, lengths inside a block, at its end and past the tensor; what lies past them is NaN."""
     lengths = torch.tensor([0, 150, 128, 0, 1, 1000, 257], dtype=torch.int32)
@@ -58,6 +61,7 @@ def test_half_precision_and_the_short_key_tile():
     check(*inputs(1, 1, 130, 259, 64, torch.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_split_keys(head_dim):
     check(*inputs(1, 1, 64, 600, head_dim), splits=3)
@@ -68,6 +72,7 @@ def test_views_of_a_fused_tensor():
     check(packed[:, :, 0], packed[:, :, 1], packed[:, :, 2])
 
 
+@pytest.mark.slow
 def test_no_lse_and_a_strided_output():
     q, k, v = inputs(1, 2, 70, 64, 64)
     storage = torch.full((1, 2, 70, 72), torch.nan, dtype=q.dtype)

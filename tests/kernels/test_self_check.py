@@ -87,6 +87,7 @@ def test_without_a_verdict_auto_says_so(eager_hopper):
     assert choice.reasons["hopper"].startswith("it has not passed its self-check here yet")
 
 
+@pytest.mark.slow
 def test_two_processes_check_once(no_verdicts):
     code = (
         "import torch\nfrom videoattn.kernels import verify\n"
@@ -109,6 +110,7 @@ def test_two_processes_check_once(no_verdicts):
     assert len(list((no_verdicts / "verdicts").glob("*.json"))) == 1
 
 
+@pytest.mark.slow
 def test_doctor_verify_tells_what_could_not_run(no_verdicts, monkeypatch):
     """The parent believes in a GPU, the real child finds none: no verdict, nothing kept, status 1."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

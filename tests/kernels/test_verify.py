@@ -57,6 +57,7 @@ def test_a_right_kernel_passes():
     assert "agree with fp32" in verdict.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "timeout_s", "detail"),
     [
@@ -75,6 +76,7 @@ def test_a_broken_kernel_fails_and_says_how(kernel_module, name, timeout_s, deta
     assert detail in verdict.detail
 
 
+@pytest.mark.slow
 def test_a_full_or_missing_device_is_no_verdict(kernel_module, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for module, device in ((kernel_module("full"), "cpu"), ("videoattn.kernels.sdpa", "cuda:0")):

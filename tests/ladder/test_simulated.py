@@ -16,6 +16,7 @@ STEPS = load_steps()
 INACCURATE = "v20_half_accumulator"
 ACCURATE = [step for step in STEPS if step.name != INACCURATE]
 PERSISTENT = [step for step in STEPS if step.persistent]
+DAILY = ("01_baseline", "17_phase_bits")
 
 
 def by_name(step):
@@ -34,13 +35,18 @@ def run(step: Step, schedule: str, **shape):
     return outcome
 
 
-@pytest.mark.parametrize("step", ACCURATE, ids=by_name)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(s, marks=[] if s.name in DAILY else pytest.mark.slow) for s in ACCURATE],
+    ids=by_name,
+)
 def test_step(step):
     """Two heads, so that a wrong row base shows, and three tiles of keys, so that every ring wraps."""
     outcome = run(step, "random:1", heads=2, q_len=step.q_rows_per_cta, kv_len=3 * 128, ctas=2)
     assert outcome.max_error <= outcome.bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_len", [128, 256])
 @pytest.mark.parametrize("step", PERSISTENT, ids=by_name)
 def test_one_cta_takes_several_items(step, kv_len):
@@ -93,6 +99,7 @@ def test_the_basis_moves(name):
     assert outcome.max_error <= outcome.bound
 
 
+@pytest.mark.slow
 def test_the_half_accumulator_is_inaccurate():
     """V20's error breaks the rule that V16 keeps on the same inputs, and grows with the length."""
     errors = {}

@@ -21,6 +21,12 @@ from tests.processors.calls import CountingBackend, recording
 
 LAYERS = 12
 TEXT = ("video_text", "audio_text")
+# Whole models take long to trace.
+MODES = [
+    "repeated_blocks",
+    pytest.param("in_place", marks=pytest.mark.slow),
+    pytest.param("wrapped", marks=pytest.mark.slow),
+]
 
 
 def compiled(transformer, mode: str, backend):
@@ -46,8 +52,8 @@ def fresh_compiler():
     [
         ("eager", LAYERS),
         ("repeated_blocks", LAYERS),
-        ("in_place", 2),
-        ("wrapped", 2),
+        pytest.param("in_place", 2, marks=pytest.mark.slow),
+        pytest.param("wrapped", 2, marks=pytest.mark.slow),
         pytest.param("wrapped", LAYERS, marks=pytest.mark.slow),
     ],
 )
@@ -75,7 +81,7 @@ def test_one_graph_per_mask_form(mode, layers):
                 torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["repeated_blocks", "in_place", "wrapped"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_mask_of_no_known_form_gets_its_own_graph(mode):
     stock = ltx2_transformer("2.3", layers=2)
     transformer = ltx2_transformer("2.3", layers=2)
@@ -97,7 +103,7 @@ def test_a_mask_of_no_known_form_gets_its_own_graph(mode):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["repeated_blocks", "in_place", "wrapped"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", ["install_first", "compile_first"])
 def test_pipeline(mode, order):
     stock = ltx2_pipeline("2.3", layers=2)
@@ -118,7 +124,7 @@ def test_pipeline(mode, order):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["repeated_blocks", "in_place", "wrapped"])
+@pytest.mark.parametrize("mode", MODES)
 def test_ltx_pipeline_guided(mode):
     reference = call_ltx(ltx_pipeline(layers=2))
     pipe = ltx_pipeline(layers=2)
@@ -132,7 +138,7 @@ def test_ltx_pipeline_guided(mode):
     torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["repeated_blocks", "in_place", "wrapped"])
+@pytest.mark.parametrize("mode", MODES)
 def test_install_on_a_model_compiled_and_run_before(mode):
     transformer = ltx_transformer()
     backend = CountingBackend()
@@ -152,6 +158,7 @@ def test_install_on_a_model_compiled_and_run_before(mode):
             assert backend.graphs == graphs + 2
 
 
+@pytest.mark.slow
 def test_inlined_into_a_larger_graph_keeps_masks_whole():
     """A caller's own compiled function leaves no moment outside the graph, so no mask may be dropped."""
     stock = ltx2_transformer("2.3", layers=2)
@@ -170,6 +177,7 @@ def test_inlined_into_a_larger_graph_keeps_masks_whole():
     torch.testing.assert_close(result, reference[0] * 2, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_guided_with_graph_breaks():
     """Stock spatio-temporal guidance branches on a tensor, so guided runs compile without fullgraph."""
     reference = call_ltx2(ltx2_pipeline("2.3"), **GUIDANCE_ON)
@@ -180,6 +188,7 @@ def test_guided_with_graph_breaks():
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_through_aot_autograd():
     """As inductor sees the op: functionalised, shapes from its fake kernel."""
     stock = ltx2_transformer("2.3", layers=3)

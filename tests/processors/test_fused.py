@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 CHANNELS, HEADS, HEAD_DIM = 4096, 32, 128
 
 
+@pytest.mark.slow
 def test_interpreted_kernels():
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     file = str(Path(__file__).with_name("interpreted.py"))
@@ -39,6 +40,7 @@ def test_interpreted_kernels():
     assert "skipped" not in result.stdout
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_triton():
     code = (
         "import sys, videoattn; from tests.pipelines import ltx_transformer\n"
@@ -171,6 +173,7 @@ def test_unknown_engine():
         fused.Fusion("cuda")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_traced_for_a_gpu_kernels_write_fresh_buffers_alone():
     """What torch.compile takes for written it copies first: only outputs may be among it."""
     result = subprocess.run(

@@ -486,6 +486,7 @@ def test_training_is_refused():
         transformer(**ltx_inputs())
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """No later than torch + 0.3 s, and without diffusers: it is imported by the first install()."""
     script = (

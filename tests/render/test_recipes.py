@@ -146,6 +146,7 @@ def test_distilled_equals_the_two_stages_composed_by_hand(ltx2_folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_shifts_does_not_bend_the_distilled_sigmas(ltx2_folder):
     prepared = checked(ltx2_folder, recipe="distilled", **TWO_STAGE)
     loaded = models.load(prepared.source, prepared.info, prepared.job, CPU)
@@ -188,6 +189,7 @@ def test_an_image_decides_the_clip(folder, values, request, tmp_path):
     assert not torch.allclose(made["red"][0], made["grey"][0], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_distilled_recipe_needs_an_upsampler(ltx_folder, ltx2_folder, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -98,6 +98,7 @@ class Pipe:
         self.connectors = connectors
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_distilled_clip_makes_3168_calls_and_32_in_the_connectors(tmp_path):
     transformer, connectors = one_head()
@@ -161,6 +162,7 @@ class Shapes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "height", "video_tokens"), [(768, 512, 3072), (768, 512, 12288)])
 def test_the_released_widths_on_the_meta_device(width, height, video_tokens):
     """One forward of the full configuration at a 768×512 clip's two stages, 249 frames, in shapes only."""

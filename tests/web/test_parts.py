@@ -46,6 +46,7 @@ def test_likeness_names_the_worst_frame(tmp_path, noise):
     assert found.ssim < 1
 
 
+@pytest.mark.slow
 def test_psnr_is_that_of_the_mean_squared_error_of_all_frames(tmp_path, noise):
     other = noise.copy()
     other[:30] //= 2

@@ -153,9 +153,11 @@ def _count(key_masks: torch.Tensor, core_area: torch.Tensor, order: list[int], f
 
 def _count_blobs(mask: torch.Tensor) -> int:
     """Connected pieces of a mask that hold at least a fifth of its area."""
-    labels = torch.arange(1, mask.numel() + 1, dtype=torch.float32).view(mask.shape) * mask
-    if not bool(mask.any()):
+    rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
+    if not len(rows):
         return 0
+    mask = mask[int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
+    labels = torch.arange(1, mask.numel() + 1, dtype=torch.float32).view(mask.shape) * mask
     while True:
         spread = labels
         for _ in range(8):

@@ -187,4 +187,11 @@ def draw(scenes: Scenes, tracks: Tracks, device: torch.device | str = "cpu") -> 
         radius,
         tracks.angle,
     )
-    return draw_shapes(*(torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays))
+    tensors = [torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays]
+    if torch.device(device).type != "cpu":
+        return draw_shapes(*tensors)
+    # A clip's temporaries fit the cache and are used again for the next; a batch's are fresh pages each time.
+    clips = torch.empty((len(scenes), 3, tracks.x.shape[-1], HEIGHT, WIDTH))
+    for index in range(len(scenes)):
+        clips[index] = draw_shapes(*(t[index : index + 1] for t in tensors))[0]
+    return clips
