@@ -85,22 +85,27 @@ class Fusion:
         query: torch.Tensor,
         key: torch.Tensor,
         query_rotary_emb: Rotary | None,
-        key_rotary_emb: Rotary | None,
+        key_rotary_emb: Rotary | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """QK RMSNorm over all heads, then rotary embedding, of `(batch, seq, heads · head_dim)` tensors.
 
-        Angles are `(batch, heads, seq, head_dim / 2)` where halves of a head are rotated (split) and
-        `(1 or batch, seq, heads · head_dim)` where neighbours are (interleaved).
+        As in diffusers a key without angles takes the query's, and without the query's none turns. Angles are
+        `(batch, heads, seq, head_dim / 2)` where halves of a head are rotated (split) and `(1 or batch, seq,
+        heads · head_dim)` where neighbours are (interleaved).
         """
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        # NOTES: whether both take the same angles is the caller's word, a None: old Dynamos cannot trace `is`
+        # between tuples.
+        own_angles = query_rotary_emb is not None and key_rotary_emb is not None
+        key_angles = key_rotary_emb if own_angles else query_rotary_emb
         if not self._use_triton(query):
             return (
-                norm_rotate_twin(query, attn.norm_q.weight, attn.norm_q.eps, query_rotary_emb),
-                norm_rotate_twin(key, attn.norm_k.weight, attn.norm_k.eps, key_rotary_emb),
+                norm_rotate_twin(query, norm_q.weight, norm_q.eps, query_rotary_emb),
+                norm_rotate_twin(key, norm_k.weight, norm_k.eps, key_angles),
             )
-        norm_q, norm_k = attn.norm_q, attn.norm_k
         together = (
             query_rotary_emb is not None
-            and query_rotary_emb is key_rotary_emb
+            and not own_angles
             and query.shape == key.shape
             and (norm_q.weight is None) == (norm_k.weight is None)
         )
@@ -108,7 +113,7 @@ class Fusion:
             first, second = _norm_rotate(query, key, norm_q, norm_k, query_rotary_emb)
             return first, second
         (first,) = _norm_rotate(query, None, norm_q, None, query_rotary_emb)
-        (second,) = _norm_rotate(key, None, norm_k, None, key_rotary_emb)
+        (second,) = _norm_rotate(key, None, norm_k, None, key_angles)
         return first, second
 
     def gate(self, out: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
