@@ -103,14 +103,9 @@ class Fusion:
                 norm_rotate_twin(query, norm_q.weight, norm_q.eps, query_rotary_emb),
                 norm_rotate_twin(key, norm_k.weight, norm_k.eps, key_angles),
             )
-        together = (
-            query_rotary_emb is not None
-            and not own_angles
-            and query.shape == key.shape
-            and (norm_q.weight is None) == (norm_k.weight is None)
-        )
-        if together:
-            first, second = _norm_rotate(query, key, norm_q, norm_k, query_rotary_emb)
+        if _in_one_launch(query, key, norm_q, norm_k, query_rotary_emb, key_angles):
+            turns = key_angles if own_angles else None
+            first, second = _norm_rotate(query, key, norm_q, norm_k, query_rotary_emb, turns)
             return first, second
         (first,) = _norm_rotate(query, None, norm_q, None, query_rotary_emb)
         (second,) = _norm_rotate(key, None, norm_k, None, key_angles)
@@ -210,14 +205,42 @@ def residual_norm_twin(
     return results + [normed * (1 + scale.value) + shift.value for scale, shift in modulations]
 
 
+def _in_one_launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    norm_q: Any,
+    norm_k: Any,
+    query_angles: Rotary | None,
+    key_angles: Rotary | None,
+) -> bool:
+    """Whether query and key, each of its own length, have what a launch's programs have in common."""
+    if query.shape[0] != key.shape[0] or query.shape[2] != key.shape[2]:
+        return False
+    if (norm_q.weight is None) != (norm_k.weight is None):
+        return False
+    if query_angles is None or key_angles is None:
+        return True
+    cos, key_cos = query_angles[0], key_angles[0]
+    return cos.dim() == key_cos.dim() and (cos.dim() != 4 or cos.shape[3] == key_cos.shape[3])
+
+
 def _norm_rotate(
-    x: torch.Tensor, y: torch.Tensor | None, norm_x: Any, norm_y: Any, rotary_emb: Rotary | None
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    norm_x: Any,
+    norm_y: Any,
+    rotary_emb: Rotary | None,
+    y_rotary_emb: Rotary | None = None,
 ) -> list[torch.Tensor]:
+    """`y`, where there is one, takes the angles of `x` unless it brings its own."""
     cos, sin = (None, None) if rotary_emb is None else rotary_emb
+    y_cos, y_sin = (None, None) if y_rotary_emb is None else y_rotary_emb
     if cos is not None:
         _check_angles(x, cos)
+        if y is not None:
+            _check_angles(y, cos if y_cos is None else y_cos)
     y_weight = None if norm_y is None else norm_y.weight
-    _same_device(x, cos, norm_x.weight, y_weight)
+    _same_device(x, y, cos, y_cos, norm_x.weight, y_weight)
     return torch.ops.videoattn.norm_rotate.default(
         x,
         y,
@@ -227,6 +250,8 @@ def _norm_rotate(
         0.0 if norm_y is None else _eps(norm_y, x),
         cos,
         sin,
+        y_cos,
+        y_sin,
     )
 
 
