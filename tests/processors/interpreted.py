@@ -111,15 +111,18 @@ def angles(kind, batch, length, heads, head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rope", ["none", "split", "interleaved"])
-@pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (3, 128)])
-def test_query_and_key(fusion, dtype, rope, heads, head_dim):
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "lengths"), [(2, 64, (3, 3)), (2, 64, (2, 3)), (3, 128, (3, 2))]
+)
+def test_query_and_key(fusion, dtype, rope, heads, head_dim, lengths):
     norms = attention_norms(heads * head_dim, dtype)
-    batch, lengths = 2, (3, 3) if rope == "split" else (3, 2)
+    batch = 2
     rotary = [angles(rope, batch, length, heads, head_dim) for length in lengths]
-    if lengths[0] == lengths[1]:
-        rotary[1] = rotary[0]  # self-attention: one launch for both
+    own_angles = lengths[0] != lengths[1]
+    if not own_angles:
+        rotary[1] = rotary[0]
     inputs = [strided(batch, length, heads * head_dim, dtype) for length in lengths]
-    ours = fusion.query_and_key(norms, *inputs, *rotary)
+    ours = fusion.query_and_key(norms, *inputs, *(rotary if own_angles else rotary[:1]))
 
     def stock(values):
         return [
@@ -184,9 +187,15 @@ def test_several_rows_in_a_program(fusion, monkeypatch):
     rotary = angles("split", 2, 5, 2, 64)
     values = parameters(3, 2, 1, 128, torch.float32)
     norm = (x, x, values[2], RMSNorm(128, 1e-6, elementwise_affine=False), (Modulation(*values[:2]),))
-    one = [*fusion.query_and_key(norms, x, x, rotary, rotary), *fusion.residual_norm(*norm)]
+    y, turn = torch.randn(2, 6, 128), angles("split", 2, 6, 2, 64)
+    pairs = ((x, x, rotary), (x, y, rotary, turn), (y, x, turn, rotary), (x, y, None))
+
+    def both():
+        return [result for pair in pairs for result in fusion.query_and_key(norms, *pair)]
+
+    one = [*both(), *fusion.residual_norm(*norm)]
     monkeypatch.setattr(fused_kernels, "MANY_ROWS", 0)
-    several = [*fusion.query_and_key(norms, x, x, rotary, rotary), *fusion.residual_norm(*norm)]
+    several = [*both(), *fusion.residual_norm(*norm)]
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
 
 

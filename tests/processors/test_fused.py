@@ -123,13 +123,14 @@ def spilled(kernel, tmp_path):
     return int(listing.partition("STACK:")[2].split()[0])
 
 
-def norm_rotate_case(rope, half):
+def norm_rotate_case(rope, half, apart=False):
     bf16 = dict.fromkeys(("x", "x_out", "x_weight", "y", "y_out", "y_weight"), "*bf16")
+    fp32 = dict.fromkeys(("cos", "sin", "y_cos", "y_sin"), "*fp32")
     constants = {
-        "AFFINE": True, "TWO": True, "PAIRS": CHANNELS // 2, "BLOCK": CHANNELS // 2, "HALF": half,
-        "ROPE": rope, "ROWS": fused_kernels.ROWS,
+        "AFFINE": True, "TWO": not apart, "APART": apart, "PAIRS": CHANNELS // 2, "BLOCK": CHANNELS // 2,
+        "HALF": half, "ROPE": rope, "ROWS": fused_kernels.ROWS,
     }  # fmt: skip
-    return fused_kernels._norm_rotate_kernel, {**bf16, "cos": "*fp32", "sin": "*fp32"}, constants
+    return fused_kernels._norm_rotate_kernel, {**bf16, **fp32}, constants
 
 
 def residual_case():
@@ -153,11 +154,13 @@ def gate_case():
     [
         (norm_rotate_case(fused_kernels.SPLIT, HEAD_DIM // 2), 90),
         (norm_rotate_case(fused_kernels.INTERLEAVED, 1), 90),
+        (norm_rotate_case(fused_kernels.SPLIT, HEAD_DIM // 2, apart=True), 90),
+        (norm_rotate_case(fused_kernels.NO_ROPE, CHANNELS // 2, apart=True), 90),
         (residual_case(), 90),
         (gate_case(), 90),
         (residual_case(), 100),
     ],
-    ids=["split", "interleaved", "residual", "gate", "residual-blackwell"],
+    ids=["split", "interleaved", "split-apart", "norms-apart", "residual", "gate", "residual-blackwell"],
 )
 def test_compiled_at_full_width(case, capability, tmp_path):
     """Wide loads and stores, and no register on the stack: what a kernel bound by memory needs."""
@@ -191,5 +194,7 @@ def test_traced_for_a_gpu_kernels_write_fresh_buffers_alone():
         ["x_out"],
         ["out", "out2", "x_out"],
         ["out"],
+        ["x_out", "y_out"],
+        ["x_out", "y_out"],
         ["x_out"],
     ]

@@ -9,7 +9,7 @@ import torch
 
 from tests.pipelines import padding_mask
 from videoattn.processors import masks
-from videoattn.processors.masks import Watch, apply, classify
+from videoattn.processors.masks import Watch, apply, classify, classify_all
 
 ONES = torch.ones(2, 6, dtype=torch.int64)
 PADDED = padding_mask([6, 2], 6)
@@ -82,40 +82,65 @@ def test_a_weak_bias_is_not_padding():
 @pytest.fixture
 def reads(monkeypatch):
     seen = []
-    monkeypatch.setattr(masks, "classify", lambda mask: seen.append(mask) or classify(mask))
+    monkeypatch.setattr(masks, "classify_all", lambda read: seen.append(len(read)) or classify_all(read))
     return seen
 
 
 def test_seen_masks_are_not_read_again(reads):
     watch, mask = Watch({}), PADDED.clone()
     for part in (mask, mask, mask.chunk(2)[1], mask[:1], mask[1:]):
-        assert watch.form(part) == "kv_lengths"
-    assert len(reads) == 1
+        assert watch.forms([part]) == ["kv_lengths"]
+    assert reads == [1]
 
 
 def test_other_masks_are_read(reads):
     watch, mask = Watch({}), torch.ones(6, 6, dtype=torch.int64)
-    assert watch.form(mask) == "none"
+    assert watch.forms([mask]) == ["none"]
     for other in (mask.T, mask[:, :4], mask.clone(), mask[2:3].expand(6, 6)):
-        watch.form(other)
+        watch.forms([other])
     assert len(reads) == 5
     mask[3, 2:] = 0
-    assert watch.form(mask) == "kv_lengths"
+    assert watch.forms([mask]) == ["kv_lengths"]
 
 
 def test_a_slice_beside_the_mask_that_was_seen_is_read(reads):
     whole = torch.cat([ONES, HOLES])
     watch = Watch({})
-    assert watch.form(whole[:2]) == "none"
-    assert watch.form(whole[1:3]) == "dense"
-    assert watch.form(whole[3:]) == "none"
+    assert watch.forms([whole[:2]]) == ["none"]
+    assert watch.forms([whole[1:3]]) == ["dense"]
+    assert watch.forms([whole[3:]]) == ["none"]
     assert len(reads) == 3
+
+
+def test_the_masks_of_a_forward_are_read_together(reads):
+    watch = Watch({})
+    assert watch.forms([HOLES, PADDED, ONES, PADDED]) == ["dense", "kv_lengths", "none", "kv_lengths"]
+    assert watch.forms([PADDED, HOLES]) == ["kv_lengths", "dense"]
+    assert watch.forms([ONES, LEFT_PADDED]) == ["none", "dense"]
+    assert watch.forms([]) == []
+    assert reads == [3, 1]
+
+
+def test_masks_without_a_version_are_read_every_time(reads):
+    watch = Watch({})
+    with torch.inference_mode():
+        mask = PADDED.clone()
+        assert watch.forms([mask, mask]) == ["kv_lengths", "kv_lengths"]
+        mask[0, 2] = 0
+        assert watch.forms([mask, ONES.clone()]) == ["dense", "none"]
+    assert reads == [1, 2]
+
+
+def test_masks_of_several_kinds_at_once():
+    query_axis = torch.zeros(1, 4, 6)
+    several = [ONES, torch.ones(2, 6, device="meta"), query_axis, query_axis - 1, PADDED.float()]
+    assert classify_all(several) == ["none", "dense", "none", "dense", "kv_lengths"]
 
 
 def test_a_new_mask_at_the_same_address_is_read():
     watch = Watch({})
     for mask, form in ((ONES, "none"), (HOLES, "dense"), (PADDED, "kv_lengths")) * 3:
         fresh = mask.clone()
-        assert watch.form(fresh) == form
+        assert watch.forms([fresh]) == [form]
         del fresh
         gc.collect()

@@ -114,8 +114,8 @@ def test_ltx2_masks_are_read_once_per_prompt(monkeypatch):
     from videoattn.processors import masks
 
     read = []
-    classify = masks.classify
-    monkeypatch.setattr(masks, "classify", lambda mask: read.append(mask.shape) or classify(mask))
+    classify_all = masks.classify_all
+    monkeypatch.setattr(masks, "classify_all", lambda seen: read.extend(seen) or classify_all(seen))
     pipe = ltx2_pipeline("2.3")
     videoattn.install(pipe)
     call_ltx2(pipe, num_inference_steps=4, **GUIDANCE_ON)

@@ -24,14 +24,16 @@ class Hopper:
 class Ops(torch.nn.Module):
     """Every op, with and without what it may go without."""
 
-    def forward(self, x, weight, cos, logits, temb):
+    def forward(self, x, weight, cos, logits, temb, short):
         ops = torch.ops.videoattn
         q, k = ops.norm_rotate(x, x, weight, weight, 1e-6, 1e-6, cos, cos)
         (text,) = ops.norm_rotate(ops.gate(q, logits), None, weight, None, 1e-6, 0.0, None, None)
         parameter = [weight, temb]
         both = ops.residual_norm(text, k, parameter, True, None, 1e-6, 4 * parameter)
         (normed,) = ops.residual_norm(both[0], None, [], True, None, 1e-6, [])
-        return (*both, *ops.residual_norm(normed, k, parameter, False, None, 0.0, []))
+        turned = ops.norm_rotate(x, k, weight, weight, 1e-6, 1e-6, cos, cos, cos, cos)
+        plain = ops.norm_rotate(x, short, weight, weight, 1e-6, 1e-6, None, None)
+        return (*turned, *plain, *both, *ops.residual_norm(normed, k, parameter, False, None, 0.0, []))
 
 
 assert not fused_kernels.INTERPRETED
@@ -43,7 +45,14 @@ with FakeTensorMode(), torch.no_grad():
 
     rows, heads = 300, 32
     angles = on_gpu(1, rows, heads, 64, dtype=torch.float32).swapaxes(1, 2)
-    given = (on_gpu(1, rows, 4096), on_gpu(4096), angles, on_gpu(1, rows, heads), on_gpu(1, 1, 4096))
+    given = (
+        on_gpu(1, rows, 4096),
+        on_gpu(4096),
+        angles,
+        on_gpu(1, rows, heads),
+        on_gpu(1, 1, 4096),
+        on_gpu(1, 9, 4096),
+    )
     graph, _ = aot_export_module(Ops(), given, trace_joint=False)
 print(
     json.dumps(

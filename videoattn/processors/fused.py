@@ -85,30 +85,30 @@ class Fusion:
         query: torch.Tensor,
         key: torch.Tensor,
         query_rotary_emb: Rotary | None,
-        key_rotary_emb: Rotary | None,
+        key_rotary_emb: Rotary | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """QK RMSNorm over all heads, then rotary embedding, of `(batch, seq, heads · head_dim)` tensors.
 
-        Angles are `(batch, heads, seq, head_dim / 2)` where halves of a head are rotated (split) and
-        `(1 or batch, seq, heads · head_dim)` where neighbours are (interleaved).
+        As in diffusers a key without angles takes the query's, and without the query's none turns. Angles are
+        `(batch, heads, seq, head_dim / 2)` where halves of a head are rotated (split) and `(1 or batch, seq,
+        heads · head_dim)` where neighbours are (interleaved).
         """
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        # NOTES: whether both take the same angles is the caller's word, a None: old Dynamos cannot trace `is`
+        # between tuples.
+        own_angles = query_rotary_emb is not None and key_rotary_emb is not None
+        key_angles = key_rotary_emb if own_angles else query_rotary_emb
         if not self._use_triton(query):
             return (
-                norm_rotate_twin(query, attn.norm_q.weight, attn.norm_q.eps, query_rotary_emb),
-                norm_rotate_twin(key, attn.norm_k.weight, attn.norm_k.eps, key_rotary_emb),
+                norm_rotate_twin(query, norm_q.weight, norm_q.eps, query_rotary_emb),
+                norm_rotate_twin(key, norm_k.weight, norm_k.eps, key_angles),
             )
-        norm_q, norm_k = attn.norm_q, attn.norm_k
-        together = (
-            query_rotary_emb is not None
-            and query_rotary_emb is key_rotary_emb
-            and query.shape == key.shape
-            and (norm_q.weight is None) == (norm_k.weight is None)
-        )
-        if together:
-            first, second = _norm_rotate(query, key, norm_q, norm_k, query_rotary_emb)
+        if _in_one_launch(query, key, norm_q, norm_k, query_rotary_emb, key_angles):
+            turns = key_angles if own_angles else None
+            first, second = _norm_rotate(query, key, norm_q, norm_k, query_rotary_emb, turns)
             return first, second
         (first,) = _norm_rotate(query, None, norm_q, None, query_rotary_emb)
-        (second,) = _norm_rotate(key, None, norm_k, None, key_rotary_emb)
+        (second,) = _norm_rotate(key, None, norm_k, None, key_angles)
         return first, second
 
     def gate(self, out: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -205,14 +205,42 @@ def residual_norm_twin(
     return results + [normed * (1 + scale.value) + shift.value for scale, shift in modulations]
 
 
+def _in_one_launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    norm_q: Any,
+    norm_k: Any,
+    query_angles: Rotary | None,
+    key_angles: Rotary | None,
+) -> bool:
+    """Whether query and key, each of its own length, have what a launch's programs have in common."""
+    if query.shape[0] != key.shape[0] or query.shape[2] != key.shape[2]:
+        return False
+    if (norm_q.weight is None) != (norm_k.weight is None):
+        return False
+    if query_angles is None or key_angles is None:
+        return True
+    cos, key_cos = query_angles[0], key_angles[0]
+    return cos.dim() == key_cos.dim() and (cos.dim() != 4 or cos.shape[3] == key_cos.shape[3])
+
+
 def _norm_rotate(
-    x: torch.Tensor, y: torch.Tensor | None, norm_x: Any, norm_y: Any, rotary_emb: Rotary | None
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    norm_x: Any,
+    norm_y: Any,
+    rotary_emb: Rotary | None,
+    y_rotary_emb: Rotary | None = None,
 ) -> list[torch.Tensor]:
+    """`y`, where there is one, takes the angles of `x` unless it brings its own."""
     cos, sin = (None, None) if rotary_emb is None else rotary_emb
+    y_cos, y_sin = (None, None) if y_rotary_emb is None else y_rotary_emb
     if cos is not None:
         _check_angles(x, cos)
+        if y is not None:
+            _check_angles(y, cos if y_cos is None else y_cos)
     y_weight = None if norm_y is None else norm_y.weight
-    _same_device(x, cos, norm_x.weight, y_weight)
+    _same_device(x, y, cos, y_cos, norm_x.weight, y_weight)
     return torch.ops.videoattn.norm_rotate.default(
         x,
         y,
@@ -222,6 +250,8 @@ def _norm_rotate(
         0.0 if norm_y is None else _eps(norm_y, x),
         cos,
         sin,
+        y_cos,
+        y_sin,
     )
 
 

@@ -97,6 +97,77 @@ def _norm_rotate_row(
 
 
 @triton.jit
+def _norm_rotate_rows(
+    x,
+    x_out,
+    x_weight,
+    x_eps,
+    y,
+    y_out,
+    y_weight,
+    y_eps,
+    cos,
+    sin,
+    x_row_stride,
+    y_row_stride,
+    angle_head_stride,
+    angle_row_stride,
+    count,
+    AFFINE: tl.constexpr,
+    TWO: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """`count` rows of x, and of y where both share their angles, from where the pointers are."""
+    if AFFINE:
+        x_weight1, x_weight2 = _load_pairs(x_weight, PAIRS, BLOCK, HALF, ROPE)
+        y_weight1, y_weight2 = _load_pairs(y_weight, PAIRS, BLOCK, HALF, ROPE)
+    else:
+        x_weight1, x_weight2, y_weight1, y_weight2 = 1.0, 1.0, 1.0, 1.0
+    for row in range(0, count):
+        if ROPE != 0:
+            angles = row * angle_row_stride
+            cos1, cos2 = _load_angles(cos + angles, angle_head_stride, PAIRS, BLOCK, HALF, ROPE)
+            sin1, sin2 = _load_angles(sin + angles, angle_head_stride, PAIRS, BLOCK, HALF, ROPE)
+        else:
+            cos1, cos2, sin1, sin2 = 1.0, 1.0, 0.0, 0.0
+        out = row * (2 * PAIRS)
+        _norm_rotate_row(
+            x + row * x_row_stride,
+            x_out + out,
+            x_weight1,
+            x_weight2,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            x_eps,
+            PAIRS,
+            BLOCK,
+            HALF,
+            ROPE,
+        )
+        if TWO:
+            _norm_rotate_row(
+                y + row * y_row_stride,
+                y_out + out,
+                y_weight1,
+                y_weight2,
+                cos1,
+                cos2,
+                sin1,
+                sin2,
+                y_eps,
+                PAIRS,
+                BLOCK,
+                HALF,
+                ROPE,
+            )
+
+
+@triton.jit
 def _norm_rotate_kernel(
     x,
     x_out,
@@ -115,63 +186,80 @@ def _norm_rotate_kernel(
     angle_batch_stride,
     angle_head_stride,
     angle_row_stride,
+    y_cos,
+    y_sin,
+    y_angle_batch_stride,
+    y_angle_head_stride,
+    y_angle_row_stride,
     length,
+    y_length,
     AFFINE: tl.constexpr,
     TWO: tl.constexpr,
+    APART: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """RMSNorm over all heads and rotary embedding of x, and of y where two tensors share their angles."""
+    """RMSNorm over all heads and rotary embedding of x, and of y: in the same programs where the two share
+    their angles (TWO), in programs behind x's where lengths and angles are y's own (APART)."""
     batch = tl.program_id(1).to(tl.int64)
-    if AFFINE:
-        x_weight1, x_weight2 = _load_pairs(x_weight, PAIRS, BLOCK, HALF, ROPE)
-        y_weight1, y_weight2 = _load_pairs(y_weight, PAIRS, BLOCK, HALF, ROPE)
-    else:
-        x_weight1, x_weight2, y_weight1, y_weight2 = 1.0, 1.0, 1.0, 1.0
-    begin = tl.program_id(0).to(tl.int64) * ROWS
-    for number in range(0, tl.minimum(ROWS, length - begin)):
-        row = begin + number
-        if ROPE != 0:
-            angles = batch * angle_batch_stride + row * angle_row_stride
-            cos1, cos2 = _load_angles(cos + angles, angle_head_stride, PAIRS, BLOCK, HALF, ROPE)
-            sin1, sin2 = _load_angles(sin + angles, angle_head_stride, PAIRS, BLOCK, HALF, ROPE)
-        else:
-            cos1, cos2, sin1, sin2 = 1.0, 1.0, 0.0, 0.0
+    program = tl.program_id(0)
+    x_programs = tl.cdiv(length, ROWS)
+    if (not APART) or program < x_programs:
+        row = program.to(tl.int64) * ROWS
         out = (batch * length + row) * (2 * PAIRS)
-        _norm_rotate_row(
+        angles = batch * angle_batch_stride + row * angle_row_stride
+        _norm_rotate_rows(
             x + batch * x_batch_stride + row * x_row_stride,
             x_out + out,
-            x_weight1,
-            x_weight2,
-            cos1,
-            cos2,
-            sin1,
-            sin2,
+            x_weight,
             x_eps,
+            y + batch * y_batch_stride + row * y_row_stride,
+            y_out + out,
+            y_weight,
+            y_eps,
+            cos + angles,
+            sin + angles,
+            x_row_stride,
+            y_row_stride,
+            angle_head_stride,
+            angle_row_stride,
+            tl.minimum(ROWS, length - program * ROWS),
+            AFFINE,
+            TWO,
             PAIRS,
             BLOCK,
             HALF,
             ROPE,
         )
-        if TWO:
-            _norm_rotate_row(
-                y + batch * y_batch_stride + row * y_row_stride,
-                y_out + out,
-                y_weight1,
-                y_weight2,
-                cos1,
-                cos2,
-                sin1,
-                sin2,
-                y_eps,
-                PAIRS,
-                BLOCK,
-                HALF,
-                ROPE,
-            )
+    else:
+        y_row = (program - x_programs).to(tl.int64) * ROWS
+        y_angles = batch * y_angle_batch_stride + y_row * y_angle_row_stride
+        _norm_rotate_rows(
+            y + batch * y_batch_stride + y_row * y_row_stride,
+            y_out + (batch * y_length + y_row) * (2 * PAIRS),
+            y_weight,
+            y_eps,
+            y,
+            y_out,
+            y_weight,
+            y_eps,
+            y_cos + y_angles,
+            y_sin + y_angles,
+            y_row_stride,
+            y_row_stride,
+            y_angle_head_stride,
+            y_angle_row_stride,
+            tl.minimum(ROWS, y_length - (program - x_programs) * ROWS),
+            AFFINE,
+            False,
+            PAIRS,
+            BLOCK,
+            HALF,
+            ROPE,
+        )
 
 
 @triton.jit
@@ -326,6 +414,18 @@ def _strides(x: torch.Tensor) -> tuple[int, int, bool]:
     return batch, x.stride(1) if x.shape[1] > 1 else 0, x.shape[1] > 1
 
 
+def _angles(
+    cos: torch.Tensor | None, sin: torch.Tensor | None, absent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int, int, int]:
+    """cos, sin and their strides by batch, head and row; `absent` in their place where nothing turns."""
+    if cos is None or sin is None:
+        return absent, absent, 0, 0, 0
+    first = cos.stride(0) if cos.shape[0] > 1 else 0
+    if cos.dim() == 4:
+        return cos, sin, first, cos.stride(1), cos.stride(2)
+    return cos, sin, first, 0, cos.stride(1)
+
+
 def _norm_rotate(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -335,29 +435,33 @@ def _norm_rotate(
     y_eps: float,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    y_cos: torch.Tensor | None = None,
+    y_sin: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     x = _dense_rows(x)
     y = None if y is None else _dense_rows(y)
     batch, length, channels = x.shape
     x_out = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
     outs = [x_out]
+    y_length = 0
     if y is not None:
-        outs.append(torch.empty((batch, length, channels), dtype=y.dtype, device=y.device))
+        y_length = y.shape[1]
+        outs.append(torch.empty((batch, y_length, channels), dtype=y.dtype, device=y.device))
     pairs = channels // 2
-    rope, half, angles = NO_ROPE, pairs, (0, 0, 0)
-    if cos is not None and sin is not None:
-        first = cos.stride(0) if cos.shape[0] > 1 else 0
-        if cos.dim() == 4:
-            rope, half, angles = SPLIT, cos.shape[3], (first, cos.stride(1), cos.stride(2))
-        else:
-            rope, half, angles = INTERLEAVED, 1, (first, 0, cos.stride(1))
+    rope, half = NO_ROPE, pairs
+    if cos is not None:
+        rope, half = (SPLIT, cos.shape[3]) if cos.dim() == 4 else (INTERLEAVED, 1)
+    apart = y is not None and (y_length != length or y_cos is not None)
     block = _next_power_of_2(pairs)
     rows = _rows(batch, length)
+    programs = (length + rows - 1) // rows
+    if apart:
+        programs += (y_length + rows - 1) // rows
     # A null pointer cannot be passed, so an absent tensor's place is taken by an input. An output twice would
     # keep torch.compile from writing it in place.
     other, other_out = (x, x) if y is None else (y, outs[1])
     own_weight = x if x_weight is None else x_weight
-    wrap_triton(_norm_rotate_kernel)[((length + rows - 1) // rows, batch)](
+    wrap_triton(_norm_rotate_kernel)[(programs, batch)](
         x,
         x_out,
         own_weight,
@@ -370,12 +474,13 @@ def _norm_rotate(
         other.stride(0),
         other.stride(1),
         y_eps,
-        x if cos is None else cos,
-        x if sin is None else sin,
-        *angles,
+        *_angles(cos, sin, x),
+        *_angles(y_cos, y_sin, x),
         length,
+        y_length,
         AFFINE=x_weight is not None,
-        TWO=y is not None,
+        TWO=y is not None and not apart,
+        APART=apart,
         PAIRS=pairs,
         BLOCK=block,
         HALF=half,
@@ -474,7 +579,7 @@ def _residual_norm(
     return outs
 
 
-def _fake_norm_rotate(x, y, x_weight, y_weight, x_eps, y_eps, cos, sin):
+def _fake_norm_rotate(x, y, x_weight, y_weight, x_eps, y_eps, cos, sin, y_cos=None, y_sin=None):
     return [x.new_empty(x.shape)] + ([] if y is None else [y.new_empty(y.shape)])
 
 

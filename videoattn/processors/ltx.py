@@ -30,7 +30,7 @@ class LTXVideoProcessor(Processor):
         query, key = attn.to_q(hidden_states), attn.to_k(encoder_hidden_states)
         value = attn.to_v(encoder_hidden_states)
         if self.fusion is not None:
-            query, key = self.fusion.query_and_key(attn, query, key, image_rotary_emb, image_rotary_emb)
+            query, key = self.fusion.query_and_key(attn, query, key, image_rotary_emb)
         else:
             query, key = attn.norm_q(query), attn.norm_k(key)
             if image_rotary_emb is not None:

@@ -82,14 +82,13 @@ def query_and_key(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Projected, normalised and rotated query and key, `(batch, seq, heads · head_dim)`."""
     query, key = attn.to_q(hidden_states), attn.to_k(source)
-    if query_rotary_emb is None or key_rotary_emb is None:
-        # As in diffusers: a key without angles takes the query's, and without the query's none turns.
-        key_rotary_emb = query_rotary_emb
     if fusion is not None:
         return fusion.query_and_key(attn, query, key, query_rotary_emb, key_rotary_emb)
     query, key = attn.norm_q(query), attn.norm_k(key)
-    if query_rotary_emb is None or key_rotary_emb is None:
+    if query_rotary_emb is None:
         return query, key
+    if key_rotary_emb is None:
+        key_rotary_emb = query_rotary_emb
     rotate = stock.apply_split_rotary_emb if attn.rope_type == "split" else stock.apply_interleaved_rotary_emb
     return rotate(query, query_rotary_emb), rotate(key, key_rotary_emb)
 

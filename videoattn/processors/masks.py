@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,10 +42,28 @@ class Watch:
     def __getstate__(self) -> dict[str, Any]:
         return {"arguments": self.arguments, "_seen": []}
 
-    def form(self, mask: torch.Tensor) -> MaskForm:
-        """The form of a mask; one seen before, or a part of it, is not read again while it is unchanged."""
+    def forms(self, masks: Sequence[torch.Tensor]) -> list[MaskForm]:
+        """The forms of the masks of one forward; what has to be read is read in one transfer.
+
+        A mask seen before, or a part of it, is not read again while it is unchanged.
+        """
+        known: list[MaskForm | None] = [self._known(mask) for mask in masks]
+        # Several kinds often share one mask.
+        unknown = {id(mask): mask for mask, form in zip(masks, known, strict=True) if form is None}
+        read: dict[int, MaskForm] = {}
+        if unknown:
+            read = dict(zip(unknown, classify_all(list(unknown.values())), strict=True))
+        for key, mask in unknown.items():
+            if not mask.is_inference():
+                self._seen = [
+                    (weakref.ref(mask), mask._version, read[key]),
+                    *self._seen[: REMEMBERED - 1],
+                ]
+        return [read[id(mask)] if form is None else form for mask, form in zip(masks, known, strict=True)]
+
+    def _known(self, mask: torch.Tensor) -> MaskForm | None:
         if mask.is_inference():
-            return classify(mask)  # no version counter: a change in place would go unnoticed
+            return None  # no version counter: a change in place would go unnoticed
         for reference, version, form in self._seen:
             known = reference()
             if known is None or known._version != version:
@@ -53,9 +71,7 @@ class Watch:
             # Entries of a dense mask may have a better form of their own.
             if mask is known or (form != "dense" and _is_part(mask, known)):
                 return form
-        form = classify(mask)
-        self._seen = [(weakref.ref(mask), mask._version, form), *self._seen[: REMEMBERED - 1]]
-        return form
+        return None
 
 
 def _is_part(mask: torch.Tensor, known: torch.Tensor) -> bool:
@@ -70,24 +86,41 @@ def _is_part(mask: torch.Tensor, known: torch.Tensor) -> bool:
 
 
 def classify(mask: torch.Tensor) -> MaskForm:
-    """The form of a text mask; reads the mask's values, one transfer from the device.
+    """The form of a text mask; reads the mask's values.
 
     `mask` is multiplicative `(batch, kv_len)`, 1 for a valid key, or an additive bias `(batch, 1, kv_len)` or
     `(batch, 1, 1, kv_len)`, 0 for a valid key. `none`: every key is valid. `kv_lengths`: at least one leading
     key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values.
     """
-    if mask.is_meta:
-        return "dense"
+    return classify_all([mask])[0]
+
+
+def classify_all(masks: Sequence[torch.Tensor]) -> list[MaskForm]:
+    """`classify` of each mask, in one transfer from each device, since a transfer waits for all its work."""
+    forms: list[MaskForm] = ["dense"] * len(masks)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, mask in enumerate(masks):
+        if not mask.is_meta:
+            by_device.setdefault(mask.device, []).append(index)
+    for indices in by_device.values():
+        facts = torch.stack([_facts(masks[index]) for index in indices]).tolist()
+        for index, (all_valid, right_padded) in zip(indices, facts, strict=True):
+            forms[index] = "none" if all_valid else "kv_lengths" if right_padded else "dense"
+    return forms
+
+
+def _facts(mask: torch.Tensor) -> torch.Tensor:
+    """Whether every key is valid, and whether padding on the right is all that is masked: two booleans."""
     if mask.dim() == 2:
         valid, masked = mask == 1, mask == 0
     else:
         valid, masked = mask == 0, mask <= MASKED_BIAS
     if valid[0].numel() != valid.shape[-1]:
-        return "none" if bool(valid.all()) else "dense"
+        every = valid.all()
+        return torch.stack([every, torch.zeros_like(every)])
     valid, masked = valid.flatten(1), masked.flatten(1)
     is_prefix = valid[:, 0].all() & ~(valid[:, 1:] & ~valid[:, :-1]).any() & (valid | masked).all()
-    all_valid, right_padded = torch.stack([valid.all(), is_prefix]).tolist()
-    return "none" if all_valid else "kv_lengths" if right_padded else "dense"
+    return torch.stack([valid.all(), is_prefix])
 
 
 def apply(form: MaskForm, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -107,10 +140,14 @@ def apply(form: MaskForm, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor
 def look_at_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The pre-hook; torch.compile calls it outside the graph of the module it compiles."""
     seen: Watch = getattr(module, ATTRIBUTE)
-    for name, (position, text_mask) in seen.arguments.items():
-        mask = kwargs.get(name, args[position] if position < len(args) else None)
-        if mask is not None:
-            text_mask.form = seen.form(mask)
+    given = [
+        (text_mask, kwargs.get(name, args[position] if position < len(args) else None))
+        for name, (position, text_mask) in seen.arguments.items()
+    ]
+    present = [(text_mask, mask) for text_mask, mask in given if mask is not None]
+    forms = seen.forms([mask for _, mask in present])
+    for (text_mask, _), form in zip(present, forms, strict=True):
+        text_mask.form = form
 
 
 @torch.compiler.substitute_in_graph(look_at_masks, skip_signature_check=True)
