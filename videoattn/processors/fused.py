@@ -94,7 +94,7 @@ class Fusion:
         heads · head_dim)` where neighbours are (interleaved).
         """
         norm_q, norm_k = attn.norm_q, attn.norm_k
-        # NOTES: whether both take the same angles is the caller's word, a None: old Dynamos cannot trace `is`
+        # Whether both take the same angles is the caller's word, a None: old Dynamos cannot trace `is`
         # between tuples.
         own_angles = query_rotary_emb is not None and key_rotary_emb is not None
         key_angles = key_rotary_emb if own_angles else query_rotary_emb
