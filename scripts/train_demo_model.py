@@ -29,6 +29,13 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=128, help="clips a check of `vae` or `dit` takes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--two-shapes", type=float, help="share of `dit`'s clips with two shapes")
+    parser.add_argument(
+        "--hard-share",
+        type=float,
+        default=0.0,
+        help="share of `dit`'s clips drawn among circling shapes and turning stars and crosses alone",
+    )
     parser.add_argument("--until", type=float, help="`dit`: train till then, seconds since 1970")
     parser.add_argument(
         "--weights", type=Path, help="pipeline folder of `export` and `unpack` (default: the package's own)"
@@ -57,6 +64,9 @@ def main() -> None:
 
         options |= {"device": arguments.device, "seed": arguments.seed, "check": arguments.check}
         options |= {"pool_size": arguments.pool_size, "until": arguments.until}
+        options["hard_share"] = arguments.hard_share
+        if arguments.two_shapes is not None:
+            options["two_shapes"] = arguments.two_shapes
         dit.train(arguments.folder, minutes, total, evaluate_every=arguments.evaluate_every, **options)
     elif arguments.stage == "unpack":
         from videoattn.demo.model import weights_path

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from videoattn.demo.scenes import sample_scenes
-from videoattn.demo.training import text
+from videoattn.demo.training import latents, text
 from videoattn.demo.training.optimiser import Average, Optimiser, learning_rate, orthogonalise
 from videoattn.demo.training.session import Session
 
@@ -115,6 +115,16 @@ def test_the_text_stage_learns_and_logs(tmp_path) -> None:
     assert (tmp_path / "t5.pt").exists()
 
 
+def test_a_pool_holds_the_shares_asked_for() -> None:
+    pool = latents.LatentPool.__new__(latents.LatentPool)
+    pool.rng, pool.chunk, pool.two_shapes, pool.hard_share = np.random.default_rng(0), 400, 0.25, 0.5
+    scenes = pool._scenes()
+    assert len(scenes) == 400
+    assert latents.hard(scenes)[200:].all()
+    assert 0.1 < latents.hard(scenes)[:200].mean() < 0.4
+    assert 0.15 < scenes.present[:200, 1].mean() < 0.35
+
+
 @pytest.mark.slow
 def test_vae_and_transformer_stages_run_resume_and_export(tmp_path) -> None:
     from videoattn.demo.model import load_pipeline
@@ -126,7 +136,7 @@ def test_vae_and_transformer_stages_run_resume_and_export(tmp_path) -> None:
     small = {"batch_size": 1, "pool_size": 2, "device": "cpu", "check": 2}
     dit.train(tmp_path, 0.02, 1.0, **small)
     steps = torch.load(tmp_path / "dit.pt")["step"]
-    dit.train(tmp_path, 0.02, 1.0, **small)
+    dit.train(tmp_path, 0.02, 1.0, two_shapes=0.0, hard_share=0.5, **small)
     assert torch.load(tmp_path / "dit.pt")["step"] > steps > 0
     assert any(row.get("check", "").startswith("dit_") for row in log_of(tmp_path))
     export(tmp_path, tmp_path / "weights")

@@ -24,7 +24,7 @@ from videoattn.demo.training.geometry import (
     build_text_encoder,
     build_transformer,
 )
-from videoattn.demo.training.latents import LatentPool
+from videoattn.demo.training.latents import TWO_SHAPE_SHARE, LatentPool
 from videoattn.demo.training.optimiser import Average, Optimiser, learning_rate, load_parameters
 from videoattn.demo.training.session import Session
 from videoattn.demo.training.text import IGNORE, TEXT_LENGTH, BindingHeads, TextBatch, embed, write_captions
@@ -133,6 +133,8 @@ def train(
     check: int = 128,
     decay_from: float = 0.55,
     until: float | None = None,
+    two_shapes: float = TWO_SHAPE_SHARE,
+    hard_share: float = 0.0,
 ) -> None:
     """Train the transformer and the text encoder for `minutes` of `total_minutes`.
 
@@ -181,7 +183,8 @@ def train(
     vae.to(session.device).eval()
     if cuda:
         vae.to(memory_format=torch.channels_last_3d)  # pyright: ignore
-    pool = LatentPool(vae, pool_size, session.device, [seed, session.rank, session.step])
+    seeds = [seed, session.rank, session.step]
+    pool = LatentPool(vae, pool_size, session.device, seeds, two_shapes=two_shapes, hard_share=hard_share)
     torch.manual_seed(seed + 1000 * session.rank + session.step + 1)
 
     def one_step(condition: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_ltx import AutoencoderKLLTXVideo
 
 from videoattn.demo.draw import draw_shapes, make_tracks
-from videoattn.demo.scenes import BACKGROUND_RGB, COLOUR_RGB, sample_scenes
+from videoattn.demo.scenes import BACKGROUND_RGB, COLOUR_RGB, MOTIONS, SHAPES, Scenes, sample_scenes
 from videoattn.demo.training.text import TextBatch, write_captions
 from videoattn.demo.training.vae import encode
 
@@ -24,13 +24,32 @@ def normalise(vae: AutoencoderKLLTXVideo, latents: torch.Tensor) -> torch.Tensor
     return ((latents - mean) / deviation).flatten(2).transpose(1, 2)
 
 
+def hard(scenes: Scenes) -> np.ndarray:
+    """Scenes with what a young transformer fails at: a shape that circles, a star or cross that turns."""
+    circling = scenes.motion == MOTIONS.index("circling")
+    pointed = np.isin(scenes.shape, (SHAPES.index("star"), SHAPES.index("cross")))
+    turning = pointed & (scenes.motion == MOTIONS.index("rotating"))
+    return ((circling | turning) & scenes.present).any(1)
+
+
 class LatentPool:
-    """`size` clips drawn at random, as bfloat16 tokens with their captions."""
+    """`size` clips drawn at random, as bfloat16 tokens with their captions.
+
+    `two_shapes` is the share of clips with two; a share `hard_share` is drawn among the hard scenes alone.
+    """
 
     def __init__(
-        self, vae: AutoencoderKLLTXVideo, size: int, device: torch.device, seed: list[int], chunk: int = 128
+        self,
+        vae: AutoencoderKLLTXVideo,
+        size: int,
+        device: torch.device,
+        seed: list[int],
+        chunk: int = 128,
+        two_shapes: float = TWO_SHAPE_SHARE,
+        hard_share: float = 0.0,
     ) -> None:
         self.vae, self.device, self.chunk = vae, device, min(chunk, size)
+        self.two_shapes, self.hard_share = two_shapes, hard_share
         self.rng, self.words_rng = np.random.default_rng(seed), random.Random(str(seed))
         self.paint, self.encode = draw_shapes, encode
         if device.type == "cuda":
@@ -44,8 +63,17 @@ class LatentPool:
         for _ in range(-(-size // self.chunk)):
             self.renew()
 
+    def _scenes(self) -> Scenes:
+        chosen = round(self.hard_share * self.chunk)
+        parts = [sample_scenes(self.rng, self.chunk - chosen, self.two_shapes)]
+        while chosen > 0:
+            drawn = sample_scenes(self.rng, self.chunk, self.two_shapes)
+            parts.append(drawn[np.nonzero(hard(drawn))[0][:chosen]])
+            chosen -= len(parts[-1])
+        return Scenes.concatenate(parts)
+
     def _make(self) -> tuple[torch.Tensor, TextBatch]:
-        scenes = sample_scenes(self.rng, self.chunk, TWO_SHAPE_SHARE)
+        scenes = self._scenes()
         tracks = make_tracks(self.rng, scenes)
         radius = np.where(scenes.present[..., None], tracks.radius, 0.0).astype(np.float32)
         arrays = (
