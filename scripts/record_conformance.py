@@ -22,7 +22,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "ptxsim")]
 
-from conformance_cases import Case, Map, all_cases, open_cases  # noqa: E402
+from conformance_cases import Case, Map, all_cases  # noqa: E402
 
 _TYPES = {"u8": 0, "u16": 1, "u32": 2, "f16": 6, "f32": 7, "bf16": 9}
 _SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
@@ -114,7 +114,7 @@ def record(names: list[str], results) -> None:
     """Run cases one after another in this process; the first that loses the context ends it."""
     driver = Driver()
     results.put(("machine", f"{driver.name}, driver API {driver.version}"))
-    cases = {c.name: c for c in [*all_cases(), *open_cases()]}
+    cases = {c.name: c for c in all_cases()}
     for name in names:
         try:
             results.put((name, driver.run(cases[name])))
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "tests/ptxsim/golden/conformance.npz")
     parser.add_argument("--timeout", type=float, default=20, help="seconds a case may take")
     args = parser.parse_args()
-    cases = {c.name: c for c in [*all_cases(), *open_cases()]}
+    cases = {c.name: c for c in all_cases()}
     golden: dict[str, np.ndarray] = {}
     left, machine, failed = list(cases), "", 0
     spawn = multiprocessing.get_context("spawn")

@@ -386,25 +386,16 @@ def tma_cases() -> list[Case]:
     add("tma_5d", "bf16", (16, 4, 3, 3, 2), (16, 3, 2, 2, 2), "32B", (8, -1, 1, 2, 0))
     add("tma_strided", "bf16", (64, 40), (64, 16), "128B", (0, 3), element_strides=(1, 2))
     add("tma_odd_rows", "bf16", (64, 40), (64, 7), "128B", (0, 3))
-    return cases
-
-
-def open_cases() -> list[Case]:
-    """What no GPU has been asked yet: inner coordinates that are no multiple of 16 bytes, and rank 1.
-
-    `tma_1d` has both and an H200 refused it; these take them apart. The simulator refuses them until their
-    outcome is recorded.
-    """
-    cases = [_tma_case("tma_1d_aligned", "f32", (100,), (64,), "none", (48,))]
-    cases += [_tma_case(f"tma_1d_at_{n}", "bf16", (200,), (64,), "none", (n,)) for n in (1, 4, -3)]
-    cases.append(_tma_case("tma_inner_f32", "f32", (100, 8), (64, 4), "none", (50, 2)))
+    # inner coordinates that are no multiple of 16 bytes, and rank 1 with and without
+    add("tma_1d_aligned", "f32", (100,), (64,), "none", (48,))
+    for n in (1, 4, -3):
+        add(f"tma_1d_at_{n}", "bf16", (200,), (64,), "none", (n,))
+    add("tma_inner_f32", "f32", (100, 8), (64, 4), "none", (50, 2))
     for swizzle, span in _SPAN.items():
         e = span // 2
         for n in (1, 4, -3):
-            cases.append(_tma_case(f"tma_inner_{swizzle}_{n}", "bf16", (2 * e, 20), (e, 16), swizzle, (n, 3)))
-        cases.append(
-            _tma_case(f"tma_inner_store_{swizzle}", "bf16", (2 * e, 20), (e, 16), swizzle, (4, 3), store=True)
-        )
+            add(f"tma_inner_{swizzle}_{n}", "bf16", (2 * e, 20), (e, 16), swizzle, (n, 3))
+        add(f"tma_inner_store_{swizzle}", "bf16", (2 * e, 20), (e, 16), swizzle, (4, 3), store=True)
     return cases
 
 

@@ -36,6 +36,21 @@ W0: mbarrier.try_wait.parity.shared::cta.b64 %p, [bar], 0; @!%p bra W0; tcgen05.
 AFTER = "tcgen05.fence::after_thread_sync;"
 
 
+def overwritten(use: str) -> str:
+    """A warp reads what a copy has brought, and starts the next copy onto the same place."""
+    copy = f"@%lead mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 32; @%lead {BULK}"
+    return f"""{INIT.format(n=1)} @!%w0 bra END; {copy} {WAIT.format(n=0, parity=0)}
+ld.shared.b32 %b, [tile]; {use} {copy} {WAIT.format(n=1, parity=1)} st.global.b32 [%o+128], %b;"""
+
+
+def tile_at(inner: int) -> str:
+    """The first thread loads a tile of 4-byte elements that starts at this inner coordinate."""
+    return f"""{INIT.format(n=1)} mov.u32 %b, {inner};
+@%lead mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 128;
+@%lead cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [tile],
+[%map, {{%b, 0}}], [bar]; {WAIT.format(n=0, parity=0)}"""
+
+
 def mma(columns: int = 128, idesc: str = "0x08040490", second: str = "", phase: int = 0) -> str:
     last = COMMIT.replace("[bar], 0", f"[bar], {phase}").replace("W0", f"W{phase}")
     first = "add.u32 %d, %tm, 32; " + MMA.format(d="d", idesc=idesc)
@@ -113,6 +128,9 @@ PAIRS = [
               "tcgen05.wait::ld.sync.aligned;"),
          tmem(TMEM_ST + TMEM_LD.replace("tcgen05.wait::ld.sync.aligned;", "mov.b32 %c, %b; ") + "bar.sync 1;"
               "tcgen05.wait::ld.sync.aligned; st.global.b32 [%o], %c;")),
+    Pair("load in flight", "strict", overwritten(""), overwritten("add.u32 %c, %b, 1;")),
+    Pair("load in flight", "strict", overwritten("mov.b32 %c, %b; bar.warp.sync -1;"),
+         overwritten("fence.proxy.async.shared::cta; bar.warp.sync -1;")),
     Pair("barrier misuse", "error", INIT.format(n=1) + "@%lead mbarrier.init.shared::cta.b64 [bar], 1;",
          INIT.format(n=1) + "@%lead mbarrier.inval.shared::cta.b64 [bar]; "
          "@%lead mbarrier.init.shared::cta.b64 [bar], 1;"),
@@ -154,6 +172,7 @@ PAIRS = [
          INIT.format(n=1) + "@%lead mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 128; mov.u32 %b, -1; "
          "@%lead cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [tile], "
          "[%map, {0, %b}], [bar];" + WAIT.format(n=0, parity=0)),
+    Pair("tensor map", "error", tile_at(-2), tile_at(-4)),
     Pair("wgmma", "error", "wgmma.fence.sync.aligned;", "wgmma.fence.sync.aligned;",
          {"arch": "sm_90a", "block": 96}, {"arch": "sm_90a", "block": 256}),
     Pair("divergent aligned instruction", "error", "@%low bar.sync 0; @!%low bar.sync 0;",

@@ -93,6 +93,8 @@ class Core:
         self.clock[ORDER, w.column] = w.now
         self.clock[ORDER, w.init_column] = w.inits
         w.now += 1
+        for load in w.loads.values():
+            load.release(self.at)
         return self.clock[:3].copy()
 
     def issue_payload(self) -> np.ndarray:

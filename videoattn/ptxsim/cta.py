@@ -17,6 +17,7 @@ from .poison import PoisonRegister
 from .tmem import TensorMemory
 
 if TYPE_CHECKING:
+    from .inflight import SharedLoad
     from .machine import Machine
 
 
@@ -42,6 +43,8 @@ class Warp:
         self.bulk_open: list = []
         self.bulk_issued = self.bulk_done = self.bulk_read_done = 0
         self.pending_loads: list = []
+        self.loads: dict[tuple[int, int], SharedLoad] = {}  # from shared memory, data not known to be there
+        self.loads_issued = 0
         self.wgmma_groups: list = []
         self.wgmma_chains: list = []
         self.wgmma_fenced = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .codegen import DTYPES, Emitter, vector_items
+from .inflight import loaded
 from .isa_common import op
 from .ptx import TYPE_BYTES, Imm, Instr, Mem, Reg, Sym
 
@@ -88,10 +89,38 @@ def _ld(g: Emitter, ins: Instr) -> None:
             raise g.bad("absolute shared addresses")
         addr = g.address(m)
         out = g.effect(f"C.ld_{space}({g.mask}, {addr}, {size}, {count}, {_order(mods)!r})")
+        if space in ("shared", "generic"):
+            _load_registers(g, items, out, typ)
+            return
     for i, item in enumerate(items):
         dt = DTYPES[typ]
         expr = f"{out}[{i}]" if dt == u else f"{out}[{i}].view(_{dt})"
         g.write(item, expr, typ)
+
+
+def _load_registers(g: Emitter, items: tuple, out: str, typ: str) -> None:
+    """Destinations of a load from shared memory, whose data may arrive later; they live in R at once."""
+    size, signed = TYPE_BYTES[typ], typ[0] == "s"
+    for i, item in enumerate(items):
+        if isinstance(item, Sym) and item.name == "_":
+            continue
+        if not isinstance(item, Reg):
+            raise g.malformed("the destination is not a register")
+        have = TYPE_BYTES[item.type]
+        if item.type == "pred":
+            raise g.malformed(f"destination {item.name} is .pred, the instruction gives .{typ}")
+        if have < size:
+            raise g.malformed(f"destination {item.name} is too narrow")
+        letter = "i" if signed else "u"
+        widen = (
+            g.const((f"{letter}{size}", f"{letter}{have}"), ("widen", signed, size, have))
+            if have > size
+            else None
+        )
+        kept = f"{g.mask}, R[{item.index}]" if g.guarded else "None, None"
+        g.forget(item)
+        call = f"{g.const(loaded, 'loaded')}({out}, {i}, {item.index}, {widen}, {kept})"
+        g.line(f"R[{item.index}] = {call}")
 
 
 @op("st")
@@ -198,8 +227,7 @@ def _ldmatrix(g: Emitter, ins: Instr) -> None:
         raise g.bad()
     d, m = ins.operands
     out = g.effect(f"C.ldmatrix({g.mask}, {g.address(m)}, {count}, {'trans' in mods})")
-    for i, item in enumerate(vector_items(g, d, count)):
-        g.write(item, f"{out}[{i}]", "b32")
+    _load_registers(g, vector_items(g, d, count), out, "b32")
 
 
 @op("stmatrix")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import bisect
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import ExecutionError, LaunchError
 from .hb import Shadow
 from .mbarrier import Mbarrier
+
+if TYPE_CHECKING:
+    from .inflight import SharedLoad
 
 SHARED_WINDOW = 0x7A00_0000_0000  # where generic addresses of shared and local memory start
 LOCAL_WINDOW = 0x7C00_0000_0000
@@ -127,6 +130,13 @@ class SharedMemory:
         self.names = sorted(names)
         self.shadow = Shadow(padded // 4)
         self.barriers: dict[int, Mbarrier] = {}
+        self.unread: dict[tuple, SharedLoad] = {}  # loads that have not taken their values yet
+        self.escaped: dict[tuple, SharedLoad] = {}  # loads in flight when their warp released
+
+    def settle(self) -> None:
+        """Loads in flight take their values before a generic write: that order every release keeps."""
+        for load in list(self.unread.values()):
+            load.read()
 
     def overrun(self, offset: int, nbytes: int) -> tuple[str, int] | None:
         """(variable, its size) when a range that starts in a variable of known size leaves it."""

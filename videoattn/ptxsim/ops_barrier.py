@@ -172,12 +172,20 @@ class BarrierOps(MemoryOps):
     # ---- fences
 
     def fence(self, mask) -> None:
-        pass  # order among generic accesses follows the releases and acquires around it
+        # order among generic accesses follows the releases and acquires around it
+        if self.W.loads and mask.any():
+            self._finish_loads()
+
+    def _finish_loads(self) -> None:
+        for load in list(self.W.loads.values()):
+            load.finish()
 
     def fence_proxy_async(self, mask, space: str) -> None:
         if not mask.any():
             return
         w = self.W
+        if w.loads and space != "global":
+            self._finish_loads()
         self.clock[ORDER, w.column] = w.now
         w.now += 1
         if space != "global":

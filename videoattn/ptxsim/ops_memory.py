@@ -6,6 +6,7 @@ import numpy as np
 
 from .errors import ExecutionError
 from .hb import GENERIC
+from .inflight import SharedLoad
 from .memory import LOCAL_WINDOW, SHARED_WINDOW
 from .mma_sync import ldmatrix_lanes, mma_m16n8
 from .ops_global import GlobalOps
@@ -45,7 +46,7 @@ class MemoryOps(GlobalOps):
             self.report("exited CTA", f"{what} in shared memory of CTA rank {rank}, which has exited")
         return cta, off, lanes
 
-    def ld_shared(self, mask, addr, size: int, count: int, order: str) -> list[np.ndarray]:
+    def ld_shared(self, mask, addr, size: int, count: int, order: str) -> list[np.ndarray] | SharedLoad:
         lanes = np.flatnonzero(mask)
         out = [np.zeros(32, _UINT[size]) for _ in range(count)]
         if not len(lanes) or self._misaligned(addr[lanes], size * count, "ld.shared"):
@@ -57,9 +58,15 @@ class MemoryOps(GlobalOps):
         if "acquire" in order:
             self.acquire(cta.sync_points.get(int(off[0])))
         self._check_shared_read(cta, off, size * count)
-        for i in range(count):
-            out[i][lanes] = view[index + i]
-        return out
+
+        def read() -> list[np.ndarray]:
+            for i in range(count):
+                out[i][lanes] = view[index + i]
+            return out
+
+        if "acquire" in order:
+            return read()
+        return SharedLoad(self, cta.smem, off, size * count, "ld.shared", read)
 
     def _words(self, off: np.ndarray, nbytes: int) -> np.ndarray:
         words = off >> 2
@@ -110,6 +117,8 @@ class MemoryOps(GlobalOps):
         self.machine.progress()
 
     def _check_shared_write(self, cta, off: np.ndarray, nbytes: int, what: str) -> None:
+        if cta.smem.unread:
+            cta.smem.settle()
         shadow, words = cta.smem.shadow, self._words(off, nbytes)
         known = self.order_row()
         conflict = shadow.unordered_write(known, words) or shadow.unordered_read(known, words)
@@ -169,7 +178,7 @@ class MemoryOps(GlobalOps):
             return "local", LOCAL_WINDOW
         return "global", 0
 
-    def ld_generic(self, mask, addr, size: int, count: int, order: str) -> list[np.ndarray]:
+    def ld_generic(self, mask, addr, size: int, count: int, order: str) -> list[np.ndarray] | SharedLoad:
         lanes = np.flatnonzero(mask)
         if not len(lanes):
             return [np.zeros(32, _UINT[size]) for _ in range(count)]
@@ -211,6 +220,7 @@ class MemoryOps(GlobalOps):
             view, targets = cta.smem.data, [(cta.smem.views[size], off, some)]
             key = int(off[0]) if len(off) else 0
             owner = cta
+            cta.smem.settle()
             cta.smem.shadow.write(off >> 2, 0, 0, GENERIC, self.at)
         else:
             targets = [
@@ -236,7 +246,7 @@ class MemoryOps(GlobalOps):
 
     # ---- matrix fragments
 
-    def ldmatrix(self, mask, addr, count: int, trans: bool) -> list[np.ndarray]:
+    def ldmatrix(self, mask, addr, count: int, trans: bool) -> list[np.ndarray] | SharedLoad:
         if not mask.any():
             return [np.zeros(32, np.uint32) for _ in range(count)]
         self._converged(mask, "ldmatrix")
@@ -249,8 +259,13 @@ class MemoryOps(GlobalOps):
         if len(lanes) < 8 * count:
             return [np.zeros(32, np.uint32) for _ in range(count)]
         self._check_shared_read(cta, off, 16)
-        matrices = cta.smem.views[2][(off >> 1)[:, None] + np.arange(8)].reshape(count, 8, 8)
-        return [ldmatrix_lanes(m.T if trans else m) for m in matrices]
+        halves = (off >> 1)[:, None] + np.arange(8)
+
+        def read() -> list[np.ndarray]:
+            matrices = cta.smem.views[2][halves].reshape(count, 8, 8)
+            return [ldmatrix_lanes(m.T if trans else m) for m in matrices]
+
+        return SharedLoad(self, cta.smem, off, 16, "ldmatrix", read)
 
     def stmatrix(self, mask, addr, values: tuple, trans: bool) -> None:
         if not mask.any():

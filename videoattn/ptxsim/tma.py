@@ -73,12 +73,39 @@ class TmaOps(BarrierOps):
             )
         else:
             self._proxy_check(shadow, smem, cells, what)
+            self._loads_in_flight(smem, cells, what, known)
         for start in smem.barriers:
             if isinstance(cells, slice) and cells.start * 4 < start + 8 and cells.stop * 4 > start:
                 self.report(
                     "barrier misuse", f"{what} overwrites the live mbarrier {smem.name(start)}", key=start
                 )
         shadow.write(cells, column, epoch, ASYNC, self.at)
+
+    def _loads_in_flight(self, smem, cells, what: str, known) -> None:
+        """Generic loads that the write may overtake, though it is ordered after their warp's arrival."""
+        for key, load in list(smem.escaped.items()):
+            if load.done is not None and known[load.warp.column] >= load.done:
+                continue
+            if load.overlaps(cells):
+                del smem.escaped[key]
+                self._overtaken(load, what)
+        for load in self.W.loads.values():
+            if load.smem is smem and load.released is None and load.overlaps(cells):
+                self._overtaken(load, what)
+
+    def _overtaken(self, load, what: str) -> None:
+        line = self.machine.program.instrs[self.at].line
+        if load.released is None:
+            between = "no instruction before it has"
+        else:
+            release = self.machine.program.instrs[load.released].line
+            between = f"the warp goes on to release at PTX line {release} without having"
+        first = int(load.offsets[0])
+        load.overtaken(
+            f"{load.what} of {load.smem.name(first)} may still be reading when the {what} at PTX line {line} "
+            f"overwrites it: {between} read a loaded register or executed fence.proxy.async",
+            self.at,
+        )
 
     def _destination(self, address: int, nbytes: int, align: int, what: str):
         rank, off = address >> 24, address & 0xFFFFFF
@@ -135,8 +162,11 @@ class TmaOps(BarrierOps):
 
     def _coordinates(self, tm: TensorMap, at: tuple[int, ...], what: str) -> bool:
         if at[0] * tm.elem % 16:
-            self.machine.unsupported(
-                self, f"{what} at inner coordinate {at[0]}: {at[0] * tm.elem} bytes, no multiple of 16"
+            self.report(
+                "tensor map",
+                f"{what} at inner coordinate {at[0]} of {tm.elem}-byte elements: {at[0] * tm.elem} bytes, "
+                "no multiple of 16; the hardware stops at it as an illegal instruction",
+                key="inner coordinate",
             )
         if "store" in what and min(at) < 0:
             self.report("tensor map", f"{what} at negative coordinates {at}: the hardware refuses them")
