@@ -8,8 +8,8 @@ runtime call through ctypes, with the same grid, shared memory and parameter byt
 nothing: no C entry can cost less. nvcc compiles it on the spot.
 
 --no-gpu links the library's host code with the tests' fake CUDA runtime, whose launch does nothing: all but
-the launch, in CPU time of the calling thread, on CPU tensors. Add a machine's empty launch to predict its host
-cost.
+the launch, in CPU time of the calling thread, on CPU tensors. Add a machine's empty launch to predict its
+host cost.
 """
 
 from __future__ import annotations
