@@ -23,11 +23,10 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that tells whether other tensors are as these in all but values and addresses."""
     from torch._C._dynamo.guards import TensorGuards
 
-    guard = TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[list(tensor.size()) for tensor in tensors],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-    )
+    # NOTES: a list for each tensor; torch's stub says one list.
+    sizes: Any = [list(tensor.size()) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return guard.check
 
 
