@@ -3,9 +3,13 @@
     python scripts/bench_host.py [--no-gpu]
 
 On a GPU the work is small and its queue short, so that the launch itself is what is timed: medians over
-batches of calls, each batch followed by a synchronisation outside the clock. --no-gpu links the library's
-host code with the tests' fake CUDA runtime, whose launch does nothing: everything but the launch, in CPU time
-of the calling thread, on CPU tensors. Add the launch of a machine to predict its host cost.
+batches of calls, each batch followed by a synchronisation outside the clock. "empty launch" is the same
+runtime call through ctypes, with the same grid, shared memory and parameter bytes, of a kernel that does
+nothing: no C entry can cost less. nvcc compiles it on the spot.
+
+--no-gpu links the library's host code with the tests' fake CUDA runtime, whose launch does nothing: all but
+the launch, in CPU time of the calling thread, on CPU tensors. Add a machine's empty launch to predict its
+host cost.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import ctypes
 import datetime
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +34,29 @@ import videoattn
 from videoattn.kernels import abi, hopper, library, native
 
 BATCHES, CALLS = 200, 50
+EMPTY = """
+#include <cuda_runtime.h>
+struct alignas(64) Map { char bytes[128]; };
+struct Args { char bytes[ARGS_BYTES]; };
+__global__ void empty(const __grid_constant__ Map, const __grid_constant__ Map, const __grid_constant__ Map,
+                      const __grid_constant__ Map, const __grid_constant__ Args) {}
+extern "C" int prepare(int smem) {
+    return cudaFuncSetAttribute(empty, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+}
+extern "C" int launch(void* stream, unsigned grid, unsigned block, unsigned cluster, size_t smem) {
+    static Map maps[4];
+    static Args args;
+    void* params[] = {&maps[0], &maps[1], &maps[2], &maps[3], &args};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(grid), config.blockDim = dim3(block);
+    config.dynamicSmemBytes = smem, config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {cluster, 1, 1};
+    config.attrs = &attribute, config.numAttrs = cluster > 1;
+    return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(empty), params);
+}
+"""
 
 
 def microseconds(call: Callable[[], object], on_gpu: bool) -> tuple[float, float]:
@@ -66,6 +95,40 @@ def use_fake_runtime() -> None:
     hopper.supports = lambda call: None
 
 
+def plan_of(call: abi.Call) -> abi.Plan:
+    """What the library launches for the call."""
+    plan = abi.Plan(struct_bytes=ctypes.sizeof(abi.Plan))
+    if library.load().videoattn_plan(ctypes.byref(call), ctypes.byref(plan), None, 0) != abi.OK:
+        raise RuntimeError("the call has no plan")
+    return plan
+
+
+def empty_kernel(plan: abi.Plan, capability: tuple[int, int], folder: Path) -> ctypes.CDLL:
+    """A kernel with the plan's parameters and no work, compiled into `folder`."""
+    compiler = library.find_compiler()
+    source, made = folder / "empty.cu", folder / "empty.so"
+    source.write_text(EMPTY)
+    sizes = [plan.params[i].bytes for i in range(plan.num_params) if plan.params[i].tensor_map < 0]
+    flags = ["-std=c++17", "-O3", f"-arch=sm_{capability[0]}{capability[1]}", f"-DARGS_BYTES={sum(sizes)}"]
+    flags += [*library.LINK_FLAGS, "-Xcompiler=-fPIC"]
+    command = [compiler.path, *compiler.flags, *flags, source, "-o", made]
+    subprocess.run(command, check=True, timeout=300)
+    made_library = ctypes.CDLL(str(made))
+    made_library.launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 3, ctypes.c_size_t)
+    return made_library
+
+
+def empty_launch(call: abi.Call) -> Callable[[], object]:
+    """Launches a kernel without work as the library launches the call's."""
+    plan = plan_of(call)
+    with tempfile.TemporaryDirectory() as folder:
+        empty = empty_kernel(plan, torch.cuda.get_device_capability(), Path(folder))
+    arguments = (call.stream, plan.grid[0], plan.block[0], plan.cluster[0], plan.dynamic_smem)
+    if empty.prepare(plan.dynamic_smem) != 0 or empty.launch(*arguments) != 0:
+        raise RuntimeError("the empty kernel was refused")
+    return lambda: empty.launch(*arguments)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,7 +150,8 @@ def main() -> int:
     text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
     argument = ctypes.byref(call)
     scaled = torch.nn.functional.scaled_dot_product_attention
-    rows: dict[str, Callable[[], object]] = {
+    rows: dict[str, Callable[[], object]] = {"empty launch": empty_launch(call)} if on_gpu else {}
+    rows |= {
         "C entry": lambda: entry(argument, text, abi.MESSAGE_BYTES),
         "kernel module's run()": lambda: native.run(
             q, k, v, scale=0.1, kv_lengths=None, return_lse=False, arch=90

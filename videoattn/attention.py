@@ -10,6 +10,7 @@ from torch._C._functorch import maybe_current_level as _transform_level
 from torch.autograd import profiler
 
 from videoattn import kernels
+from videoattn.again import can_keep
 from videoattn.dispatch import Bound, choose
 from videoattn.timing import recorder
 
@@ -30,12 +31,22 @@ def _run(
     return_lse: bool,
     kernel: str,
     kind: str,
+    key: tuple | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     # Opaque to torch.compile: choosing and timing happen at run time, never while tracing.
+    again = choose.again
     bound = choose.bind(q, k, kv_lengths, mask, return_lse, kernel, kind)
     active = recorder.active()
     if active is None:
-        return bound.kernel.run(q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse)
+        results = bound.kernel.run(
+            q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse
+        )
+        prepare = getattr(bound.kernel, "prepare", None)
+        if key is not None and prepare is not None and can_keep(q, k, v):
+            call = prepare(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse)
+            if call is not None:
+                again.keep(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths), call)
+        return results
     return _recorded(active, bound, q, k, v, scale, kv_lengths, mask, return_lse)
 
 
@@ -55,6 +66,16 @@ def _recorded(
         return kernel.run(q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse)
 
     return active.record(bound.call, bound.choice, launch, device=q.device, kv_lengths=kv_lengths)
+
+
+def _again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.Tensor | None, key: tuple
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The result of a call like an earlier one; None where there was none, or somebody watches this one."""
+    if recorder.active() is not None or _function_modes() or profiler._is_profiler_enabled:
+        return None
+    call = choose.again.find(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths))
+    return None if call is None else call(q, k, v, kv_lengths)
 
 
 def _op(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind):
@@ -114,11 +135,37 @@ def attend(
 
     Shapes as in `attention`; the second result is None unless `return_lse`.
     """
+    key = None
+    if mask is None and not torch.compiler.is_dynamo_compiling() and _kept_by(scale):
+        key = kernel, kind, return_lse, scale, kv_lengths is None
+        done = _again(q, k, v, kv_lengths, key)
+        if done is not None:
+            return done
+    return _attend(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, key)
+
+
+def _kept_by(scale: float | None) -> bool:
+    # A number that can change in place is no key.
+    return scale is None or type(scale) is float
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    kv_lengths: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    return_lse: bool,
+    kernel: str,
+    kind: str,
+    key: tuple | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     # The dispatcher costs an eager call as much as all the rest of the op; a compiled one needs the op.
     if not torch.compiler.is_dynamo_compiling() and _plain(q, k, v):
-        return _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind)
+        return _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, key)
     out, lse = torch.ops.videoattn.attention.default(
         q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind
     )
@@ -176,8 +223,15 @@ def attention(
         RuntimeError: an input requires grad while grad mode is on.
         KernelUnavailable: the named kernel cannot serve the call; the message says why.
     """
+    key = None
+    if not torch.compiler.is_dynamo_compiling() and _kept_by(scale):
+        # Apart from `attend`, whose calls nobody checked.
+        key = kernel, None, return_lse, scale, kv_lengths is None
+        done = _again(q, k, v, kv_lengths, key)
+        if done is not None:
+            return done if return_lse else done[0]  # type: ignore[return-value]
     _check(q, k, v, kv_lengths, kernel)
-    out, lse = attend(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, kernel=kernel)
+    out, lse = _attend(q, k, v, scale, kv_lengths, None, return_lse, kernel, "", key)
     return out if lse is None else (out, lse)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from videoattn import kernels
+from videoattn.again import Again
 
 Kind = Literal[
     "video_self",
@@ -119,11 +120,16 @@ class Bound:
 
 
 class Chooser:
-    """Picks kernels for calls, and remembers: by call, and by the tensors' shapes for the op's own use."""
+    """Picks kernels for calls, and remembers: by call, and by the tensors' shapes for the op's own use.
 
+    `again` holds eager calls made ready, which end with the choices they were made by.
+    """
+
+    # NOTES: `again` is replaced and never cleared: a call under way in another thread keeps to the old one.
     def __init__(self) -> None:
         self._choices: dict[tuple[AttentionCall, str], Choice] = {}
         self._bound: dict[tuple, Bound] = {}
+        self.again = Again()
 
     def __call__(self, call: AttentionCall, requested: str = "auto") -> Choice:
         """Pick the kernel for a call.
@@ -178,6 +184,7 @@ class Chooser:
         """Forget every choice, after a kernel was built or verified."""
         self._choices.clear()
         self._bound.clear()
+        self.again = Again()
 
 
 def _keep(cache: dict, key: Any, value: Any) -> None:

@@ -25,7 +25,7 @@ from tests.pipelines import (
     ltx_transformer,
 )
 from videoattn.processors import fused
-from videoattn.processors.fused import Fusion, Modulation
+from videoattn.processors.fused import Fusion, Modulation, Residual
 from videoattn.processors.regions import compile_blocks, compiled_graphs, cuda_graphs
 from videoattn.timing import record_timing
 
@@ -134,6 +134,35 @@ def test_residual_norm(fusion, dtype, length, channels, per_row, modulations):
     given, wide = values(dtype), values(torch.float32)
     ours = fusion.residual_norm(*given)
     assert_accurate(ours, fused.residual_norm_twin(*given), fused.residual_norm_twin(*wide))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("lengths", [(5525, 126), (12288, 251), (126, 12288)])
+@pytest.mark.parametrize("per_row", [False, True])
+def test_residual_norms_of_two(fusion, dtype, lengths, per_row):
+    """LTX-2.3's video and audio streams in one launch."""
+
+    def values(kind):
+        generator = torch.Generator(DEVICE).manual_seed(1)
+
+        def normal(*shape):
+            return torch.randn(shape, device=DEVICE, generator=generator).to(dtype).to(kind)
+
+        streams = []
+        for length, channels, rows in zip(
+            lengths, (4096, 2048), (lengths[0] if per_row else 1, 1), strict=True
+        ):
+            table, temb = normal(5, channels) / 4, normal(2, rows, 5 * channels)
+            each = [fused.parameter(table, temb, index) for index in range(5)]
+            pairs = (Modulation(*each[:2]), Modulation(*each[2:4]))
+            norm = RMSNorm(channels, eps=1e-6, elementwise_affine=False)
+            x, branch = normal(2, length, channels), normal(2, length, channels)
+            streams.append(Residual(x, branch, each[4], norm, pairs))
+        return streams
+
+    given, wide = values(dtype), values(torch.float32)
+    for ours, narrow, reference in zip(fusion.residual_norms(*given), given, wide, strict=True):
+        assert_accurate(ours, fused.residual_norm_twin(*narrow), fused.residual_norm_twin(*reference))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

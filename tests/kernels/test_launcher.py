@@ -222,3 +222,97 @@ def test_run_packs_what_the_tensors_say(fake, monkeypatch):
     assert attention_launch.kernel.startswith(b"videoattn_hopper_d64")
     assert merge.kernel == b"videoattn_merge_d64_bf16"
     native.workspace_bytes.cache_clear()
+
+
+@pytest.fixture
+def on_the_fake(fake, monkeypatch):
+    monkeypatch.setattr(native, "_entry", fake.library.fake_attention)
+    monkeypatch.setattr(native, "num_sms", lambda device: 132)
+    monkeypatch.setattr(native.library, "load", lambda: fake.library)
+    streams = iter(range(0x100, 0x200))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams), raising=False)
+    native.workspace_bytes.cache_clear()
+    yield fake
+    native.workspace_bytes.cache_clear()
+
+
+@pytest.mark.parametrize("with_lengths", [False, True])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "head first", "split keys"])
+def test_a_call_made_ready_launches_what_a_run_does(
+    on_the_fake, monkeypatch, layout, return_lse, with_lengths
+):
+    """Byte for byte but for the addresses of results, the stream being that of the moment."""
+
+    def draw():
+        if layout == "split keys":
+            q, k, v = (torch.zeros(1, n, 2, 64).bfloat16() for n in (64, 20_000, 20_000))
+        elif layout == "fused":
+            q, k, v = torch.randn(2, 64, 3, 4, 64).bfloat16().unbind(2)
+        elif layout == "head first":
+            q, k, v = (torch.randn(2, 4, 64, 64).bfloat16().transpose(1, 2) for _ in range(3))
+        else:
+            q, k, v, _ = (torch.randn_like(t) for t in tensors(batch=2))
+        lengths = torch.arange(1, q.shape[0] + 1, dtype=torch.int32)
+        return q, k, v, lengths if with_lengths else None
+
+    seen = []
+    launch = native.launch
+    monkeypatch.setattr(native, "launch", lambda call: (seen.append(call), launch(call)))
+    q, k, v, lengths = draw()
+    options = {"scale": 0.5, "return_lse": return_lse, "arch": 90}
+    ready = native.prepare(q, k, v, kv_lengths=lengths, **options)
+    assert ready is not None
+    assert seen == []
+    for _ in range(3):
+        q, k, v, lengths = draw()
+        results = native.run(q, k, v, kv_lengths=lengths, **options)
+        again = ready(q, k, v, lengths)
+        assert again is not None
+        for ours, theirs in zip(again, results, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                assert (ours.shape, ours.dtype, ours.stride()) == (
+                    theirs.shape,
+                    theirs.dtype,
+                    theirs.stride(),
+                )
+        calls = [abi.Call.from_buffer_copy(call) for call in seen[-2:]]
+        assert [call.out.data for call in calls] == [results[0].data_ptr(), again[0].data_ptr()]
+        assert [call.lse for call in calls] == [
+            None if result[1] is None else result[1].data_ptr() for result in (results, again)
+        ]
+        assert calls[0].stream + 1 == calls[1].stream
+        assert (calls[0].workspace is None) == (calls[1].workspace is None) == (layout != "split keys")
+        for call in calls:
+            call.out.data = call.lse = call.stream = call.workspace = None
+        assert bytes(calls[0]) == bytes(calls[1])
+    assert len(on_the_fake.launches()) == 2 * 3 * (2 if layout == "split keys" else 1)
+
+
+def test_what_tma_cannot_take_is_not_made_ready(on_the_fake):
+    q, k, v, _ = tensors()
+    options = {"scale": 0.5, "kv_lengths": None, "return_lse": False, "arch": 90}
+    ready = native.prepare(q, k, v, **options)
+    assert ready is not None
+    storage = torch.zeros(q.numel() + 8, dtype=torch.bfloat16)
+    for offset in range(9):
+        shifted = storage[offset : offset + q.numel()].view(q.shape)
+        taken = shifted.data_ptr() % 16 == 0
+        assert (ready(shifted, k, v, None) is not None) == taken
+        assert (native.prepare(shifted, k, v, **options) is not None) == taken
+    repeated = q[:, :, :1].expand(-1, -1, 2, -1)
+    assert native.prepare(repeated, k, v, **options) is None
+    lengths = torch.ones(2, 2, dtype=torch.int32)[:, 0]
+    assert native.prepare(q, k, v, **{**options, "kv_lengths": lengths}) is None
+
+
+def test_a_ready_call_says_why_it_was_refused(on_the_fake):
+    q, k, v, _ = tensors(q_len=72)
+    ready = native.prepare(q, k, v, scale=0.5, kv_lengths=None, return_lse=False, arch=90)
+    assert ready is not None
+    on_the_fake.configure(launch_error=700)
+    with pytest.raises(RuntimeError, match="videoattn kernel: videoattn_hopper_d64_"):
+        ready(q, k, v, None)
+    on_the_fake.configure()
+    assert ready(q, k, v, None) is not None

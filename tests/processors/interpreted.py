@@ -7,6 +7,7 @@ The accuracy rule: max|fused − ref| ≤ 2 · max|stock − ref|, ref being the
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,13 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from diffusers.models.normalization import RMSNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import videoattn
 from tests.pipelines import ltx2_inputs, ltx2_transformer, ltx_inputs, ltx_transformer
 from tests.processors.calls import recording
 from videoattn.processors import blocks, fused, fused_kernels
-from videoattn.processors.fused import Fusion, Modulation, Parameter
+from videoattn.processors.fused import Fusion, Modulation, Parameter, Residual
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -180,6 +182,29 @@ def test_residual_norm(fusion, dtype, per_row, branch, gated, norm, modulations)
     assert_accurate(ours, fused.residual_norm_twin(*arguments), reference)
 
 
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (1, 4)])
+def test_residual_norms_of_two(fusion, lengths):
+    """In one launch as in two, bit for bit: other widths, branches, modulations and timesteps by row."""
+    dtype = torch.bfloat16
+    video, audio = parameters(5, 2, 1, 128, dtype), parameters(5, 2, lengths[1], 64, dtype)
+    norms = [RMSNorm(width, eps=1e-6, elementwise_affine=False) for width in (128, 64)]
+    x, y = strided(2, lengths[0], 128, dtype), strided(2, lengths[1], 64, dtype)
+    pairs = [(Modulation(*each[:2]), Modulation(*each[2:4])) for each in (video, audio)]
+    cases = [
+        (Residual(x, None, None, norms[0], pairs[0][:1]), Residual(y, None, None, norms[1], pairs[1][:1])),
+        (Residual(x, x + 1, video[4], norms[0], pairs[0]), Residual(y, y + 1, audio[4], norms[1], pairs[1])),
+        (Residual(x, x + 1, None, norms[0]), Residual(y, y + 1, audio[4])),
+        (Residual(y, modulations=pairs[1][:1]), Residual(x, x + 1, video[4], norms[0], pairs[0])),
+    ]
+    for a, b in cases:
+        together = fusion.residual_norms(a, b)
+        for ours, one in zip(together, (a, b), strict=True):
+            alone = fusion.residual_norm(*one)
+            assert len(ours) == len(alone)
+            assert all(torch.equal(first, second) for first, second in zip(ours, alone, strict=True))
+    assert [len(each) for each in fusion.residual_norms(cases[0][0], Residual(y[:1], y[:1]))] == [1, 1]
+
+
 def test_several_rows_in_a_program(fusion, monkeypatch):
     """As at full size; 5 rows in programs of 4, so that the last one ends early."""
     norms = attention_norms(128, torch.float32)
@@ -197,6 +222,9 @@ def test_several_rows_in_a_program(fusion, monkeypatch):
     monkeypatch.setattr(fused_kernels, "MANY_ROWS", 0)
     several = [*both(), *fusion.residual_norm(*norm)]
     assert all(torch.equal(a, b) for a, b in zip(one, several, strict=True))
+    pair = fusion.residual_norms(Residual(*norm), Residual(y, y, None, norm[3]))
+    assert all(torch.equal(a, b) for a, b in zip(pair[0], one[-2:], strict=True))
+    assert torch.equal(pair[1][0], 2 * y)
 
 
 def small(inputs, version="ltx"):
@@ -234,6 +262,43 @@ def test_a_transformer(version, level):
         results = ours(**inputs)
     assert len(calls.calls) == (2 if version == "ltx" else 6)
     assert_accurate(results, stock(**inputs), reference)
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_of_a_block():
+    """Video and audio share launches, and so do query and key of every attention."""
+    model, inputs = ltx2_transformer("2.3", layers=1), small(ltx2_inputs(), "2.3")
+    videoattn.install(model, level="block")
+    with Ops() as seen:
+        model(**inputs)
+    ops = torch.ops.videoattn
+    assert seen.counts[ops.residual_norm_pair.default] == 6
+    assert seen.counts[ops.norm_rotate.default] == seen.counts[ops.gate.default] == 6
+    assert seen.counts[ops.attention.default] == 6
+    assert ops.residual_norm.default not in seen.counts
+
+
+@pytest.mark.parametrize("under_compile", ["triton", "torch"])
+def test_video_and_audio_in_one_graph(under_compile):
+    model, inputs = ltx2_transformer("2.3", layers=1), small(ltx2_inputs(), "2.3")
+    expected = model(**inputs)
+    videoattn.install(model, level="block", under_compile=under_compile)
+    torch.compiler.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    for ours, theirs in zip(model(**inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("under_compile", ["triton", "torch"])

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 import videoattn
 from tests.pipelines import GUIDANCE_ON, call_ltx2, ltx2_inputs, ltx2_pipeline, ltx2_transformer
-from videoattn.processors import fused, fused_kernels
+from videoattn.processors import fused, fused_kernels, residual_kernels
 
 ROOT = Path(__file__).parents[2]
 # LTX-2.3's video stream.
@@ -134,7 +134,7 @@ def norm_rotate_case(rope, half, apart=False):
 
 
 def residual_case():
-    kernel = fused_kernels._residual_norm_kernel
+    kernel = residual_kernels._residual_norm_kernel
     constants = {
         "BRANCH": True, "GATED": True, "NORM": True, "AFFINE": False, "MODULATIONS": 2,
         "GATE_PER_ROW": False, "SCALE_PER_ROW": False, "CHANNELS": CHANNELS, "BLOCK": CHANNELS,
@@ -142,6 +142,17 @@ def residual_case():
     }  # fmt: skip
     pointers = kernel.arg_names[: kernel.arg_names.index("x_batch_stride")]
     return kernel, dict.fromkeys(pointers, "*bf16"), constants
+
+
+def pair_case():
+    """LTX-2.3's video stream and its audio stream of half the width."""
+    kernel, _, constants = residual_case()
+    pair = residual_kernels._residual_norm_pair_kernel
+    half = {**constants, "CHANNELS": CHANNELS // 2, "BLOCK": CHANNELS // 2}
+    each = {f"A_{name}": value for name, value in constants.items()}
+    each |= {f"B_{name}": value for name, value in half.items()}
+    pointers = kernel.arg_names[: kernel.arg_names.index("x_batch_stride")]
+    return pair, {f"{letter}_{name}": "*bf16" for letter in "ab" for name in pointers}, each
 
 
 def gate_case():
@@ -158,9 +169,21 @@ def gate_case():
         (norm_rotate_case(fused_kernels.NO_ROPE, CHANNELS // 2, apart=True), 90),
         (residual_case(), 90),
         (gate_case(), 90),
+        (pair_case(), 90),
+        (pair_case(), 100),
         (residual_case(), 100),
     ],
-    ids=["split", "interleaved", "split-apart", "norms-apart", "residual", "gate", "residual-blackwell"],
+    ids=[
+        "split",
+        "interleaved",
+        "split-apart",
+        "norms-apart",
+        "residual",
+        "gate",
+        "pair",
+        "pair-blackwell",
+        "residual-blackwell",
+    ],
 )
 def test_compiled_at_full_width(case, capability, tmp_path):
     """Wide loads and stores, and no register on the stack: what a kernel bound by memory needs."""
@@ -196,5 +219,6 @@ def test_traced_for_a_gpu_kernels_write_fresh_buffers_alone():
         ["out"],
         ["x_out", "y_out"],
         ["x_out", "y_out"],
+        ["a_out", "a_out2", "a_x_out", "b_out", "b_out2"],
         ["x_out"],
     ]

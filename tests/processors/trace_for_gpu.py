@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from videoattn.processors import fused_kernels
+from videoattn.processors import fused_kernels, residual_kernels  # noqa: F401
 
 
 class Hopper:
@@ -33,7 +33,10 @@ class Ops(torch.nn.Module):
         (normed,) = ops.residual_norm(both[0], None, [], True, None, 1e-6, [])
         turned = ops.norm_rotate(x, k, weight, weight, 1e-6, 1e-6, cos, cos, cos, cos)
         plain = ops.norm_rotate(x, short, weight, weight, 1e-6, 1e-6, None, None)
-        return (*turned, *plain, *both, *ops.residual_norm(normed, k, parameter, False, None, 0.0, []))
+        two = ops.residual_norm_pair(
+            x, k, parameter, True, None, 1e-6, 4 * parameter, short, None, [], True, None, 1e-6, 4 * parameter
+        )
+        return (*two, *turned, *plain, *both, *ops.residual_norm(normed, k, parameter, False, None, 0.0, []))
 
 
 assert not fused_kernels.INTERPRETED

@@ -40,6 +40,21 @@ def run(
     return native.run(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=arch)
 
 
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    kv_lengths: torch.Tensor | None,
+    return_lse: bool,
+) -> native.Again | None:
+    """`run` for tensors laid out as these, on their device; None where a run copies them."""
+    return native.prepare(
+        q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=_arch(q.device.index)
+    )
+
+
 @cache
 def _arch(device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)

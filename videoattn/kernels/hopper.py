@@ -36,3 +36,16 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch on the current stream; inputs whose strides TMA can't take are copied first."""
     return native.run(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=90)
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    kv_lengths: torch.Tensor | None,
+    return_lse: bool,
+) -> native.Again | None:
+    """`run` for tensors laid out as these, on their device; None where a run copies them."""
+    return native.prepare(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=90)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import TYPE_CHECKING
@@ -126,6 +127,82 @@ def workspace_bytes(
 def num_sms(device: int) -> int:
     """Streaming multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# PACKED_CALL's bytes, with what does not change between calls of one kind as strings.
+_AGAIN = struct.Struct("=56sQ24sQ24sQ24sQ24sQQ16sQQ")
+Again = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"],
+    "tuple[torch.Tensor, torch.Tensor | None] | None",
+]
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    kv_lengths: torch.Tensor | None,
+    return_lse: bool,
+    arch: int,
+) -> Again | None:
+    """`run` for tensors that have the shapes, strides, dtype and device of these; None where they are copied.
+
+    It keeps no tensor and no address, and asks for the current stream anew. A call of it gives None, and has
+    done nothing, where the start of a tensor is one that TMA can't take.
+    """
+    if placement(q) is None or placement(k) is None or placement(v) is None:
+        return None
+    if kv_lengths is not None and not kv_lengths.is_contiguous():
+        return None
+    batch, q_len, heads, head_dim = q.shape
+    kv_len, device = k.shape[1], q.get_device()
+    sms = num_sms(device)
+    count = workspace_bytes(batch, heads, q_len, kv_len, head_dim, arch, sms)
+    out_strides = q_len * heads * head_dim, heads * head_dim, head_dim
+    example = abi.PACKED_CALL.pack(
+        *(abi.PACKED_CALL.size, arch, device, DTYPES[q.dtype], batch, heads, q_len, kv_len, head_dim),
+        *(0, *q.stride()[:3], 0, *k.stride()[:3], 0, *v.stride()[:3], 0, *out_strides),
+        *(0, 0, scale, 0, sms, 0, 0, 0),
+    )
+    head, _, q_strides, _, k_strides, _, v_strides, _, strides, _, _, options, _, _ = _AGAIN.unpack(example)
+    like_q = q.stride() == (*out_strides, 1)
+    contiguous, empty_like, pack = torch.contiguous_format, torch.empty_like, _AGAIN.pack
+    lse_shape = (batch, heads, q_len)
+
+    def again(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (q_at | k_at | v_at) & 15:
+            return None
+        # NOTES: a memory format costs a fifth of the call.
+        out = empty_like(q) if like_q else empty_like(q, memory_format=contiguous)
+        lse = q.new_empty(lse_shape, dtype=torch.float32) if return_lse else None
+        # Freed on return, but to this stream's pool: the launch is queued before any reuse.
+        workspace = q.new_empty(count, dtype=torch.uint8) if count else None
+        launch(
+            pack(
+                head,
+                q_at,
+                q_strides,
+                k_at,
+                k_strides,
+                v_at,
+                v_strides,
+                out.data_ptr(),
+                strides,
+                0 if lse is None else lse.data_ptr(),
+                0 if kv_lengths is None else kv_lengths.data_ptr(),
+                options,
+                torch._C._cuda_getCurrentRawStream(device),
+                0 if workspace is None else workspace.data_ptr(),
+            )
+        )
+        return out, lse
+
+    return again
 
 
 _entry: Callable[..., int] | None = None

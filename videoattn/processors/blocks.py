@@ -15,7 +15,7 @@ from diffusers.models.activations import GELU
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers import transformer_ltx, transformer_ltx2
 
-from videoattn.processors.fused import Fusion, Modulation, Parameter, Rotary, parameter
+from videoattn.processors.fused import Fusion, Modulation, Parameter, Residual, Rotary, parameter
 
 ATTRIBUTE = "_videoattn_fusion"
 # Numbers of a layer's modulation parameters, in the order of its table.
@@ -110,15 +110,24 @@ class LTX2VideoTransformerBlock(transformer_ltx2.LTX2VideoTransformerBlock):
             if self.perturbed_attn
             else {}
         )
-        video = _Stream(self, False, temb, temb_ca_scale_shift, temb_ca_gate)
-        audio = _Stream(self, True, temb_audio, temb_ca_audio_scale_shift, temb_ca_audio_gate)
-        video.self_attention(hidden_states, video_rotary_emb, self_attention_mask, perturbation)
-        audio.self_attention(audio_hidden_states, audio_rotary_emb, audio_self_attention_mask, perturbation)
-        video.text_attention(encoder_hidden_states, temb_prompt, encoder_attention_mask)
-        audio.text_attention(audio_encoder_hidden_states, temb_prompt_audio, audio_encoder_attention_mask)
+        video = _Stream(self, False, hidden_states, temb, temb_ca_scale_shift, temb_ca_gate)
+        audio = _Stream(
+            self, True, audio_hidden_states, temb_audio, temb_ca_audio_scale_shift, temb_ca_audio_gate
+        )
+        streams = video, audio
+        ready = _settle(streams, video.before_self_attention(), audio.before_self_attention())
+        video.self_attention(ready[0][0], video_rotary_emb, self_attention_mask, perturbation)
+        audio.self_attention(ready[1][0], audio_rotary_emb, audio_self_attention_mask, perturbation)
+        texts = _modulated_texts(
+            streams, (encoder_hidden_states, audio_encoder_hidden_states), (temb_prompt, temb_prompt_audio)
+        )
+        ready = _settle(streams, video.before_text_attention(), audio.before_text_attention())
+        video.text_attention(ready[0][0], texts[0], encoder_attention_mask)
+        audio.text_attention(ready[1][0], texts[1], audio_encoder_attention_mask)
         if use_a2v_cross_attention or use_v2a_cross_attention:
-            to_video, to_audio = (
-                stream.meeting(use_a2v_cross_attention, use_v2a_cross_attention) for stream in (video, audio)
+            to_video, to_audio = _settle(
+                streams,
+                *(each.before_meeting(use_a2v_cross_attention, use_v2a_cross_attention) for each in streams),
             )
             if use_a2v_cross_attention:
                 video.branch = self.audio_to_video_attn(
@@ -138,7 +147,10 @@ class LTX2VideoTransformerBlock(transformer_ltx2.LTX2VideoTransformerBlock):
                     attention_mask=v2a_cross_attention_mask,
                 )
                 audio.gate = audio.meeting_gate
-        return video.feed_forward(), audio.feed_forward()
+        ready = _settle(streams, video.before_feed_forward(), audio.before_feed_forward())
+        ends = video.feed_forward(ready[0][0]), audio.feed_forward(ready[1][0])
+        (end,), (audio_end,) = video.fusion.residual_norms(*ends)
+        return end, audio_end
 
 
 class _Stream:
@@ -148,12 +160,14 @@ class _Stream:
         self,
         block: Any,
         audio: bool,
+        x: torch.Tensor,
         temb: torch.Tensor,
         meeting_temb: torch.Tensor,
         meeting_gate_temb: torch.Tensor,
     ) -> None:
         self.block = block
         self.fusion: Fusion = getattr(block, ATTRIBUTE)
+        self.x = x
         self.temb = temb
         self.meeting_temb = meeting_temb
         self.branch: torch.Tensor | None = None
@@ -186,25 +200,22 @@ class _Stream:
     def _own(self, index: int) -> Parameter:
         return parameter(self.table, self.temb, index)
 
-    def _settle(self, norm: Any, modulations: tuple[Modulation, ...]) -> tuple[torch.Tensor, ...]:
-        """Add the waiting branch, then norm and modulate."""
-        results = self.fusion.residual_norm(self.x, self.branch, self.gate, norm, modulations)
-        if self.branch is not None:
-            self.x, *results = results
-            self.branch = self.gate = None
-        return tuple(results)
+    def _waiting(self, norm: Any, modulations: tuple[Modulation, ...]) -> Residual:
+        """The waiting branch added, then norm and modulations."""
+        return Residual(self.x, self.branch, self.gate, norm, modulations)
+
+    def before_self_attention(self) -> Residual:
+        """Norm, modulation."""
+        return self._waiting(self.norms[0], (Modulation(self._own(SCALE_ATTN), self._own(SHIFT_ATTN)),))
 
     def self_attention(
         self,
-        x: torch.Tensor,
+        normed: torch.Tensor,
         rotary_emb: Rotary | None,
         mask: torch.Tensor | None,
         perturbation: dict[str, Any],
     ) -> None:
-        """Norm, modulation, self-attention."""
-        self.x = x
-        modulation = Modulation(self._own(SCALE_ATTN), self._own(SHIFT_ATTN))
-        (normed,) = self._settle(self.norms[0], (modulation,))
+        """Self-attention."""
         self.branch = self.attentions[0](
             hidden_states=normed,
             encoder_hidden_states=None,
@@ -214,31 +225,21 @@ class _Stream:
         )
         self.gate = self._own(GATE_ATTN)
 
-    def text_attention(
-        self, text: torch.Tensor, temb_prompt: torch.Tensor | None, mask: torch.Tensor | None
-    ) -> None:
-        """Norm, attention to the text; query, text and result are modulated in LTX-2.3 and later."""
+    def before_text_attention(self) -> Residual:
+        """Norm; the query is modulated in LTX-2.3 and later."""
         modulations = ()
         if self.modulates_text_query:
             modulations = (Modulation(self._own(SCALE_TEXT), self._own(SHIFT_TEXT)),)
-        (normed,) = self._settle(self.norms[1], modulations)
-        if self.text_table is not None:
-            text = self._modulated_text(text, temb_prompt)
+        return self._waiting(self.norms[1], modulations)
+
+    def text_attention(self, normed: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Attention to the text; the result is modulated in LTX-2.3 and later."""
         self.branch = self.attentions[1](
             normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask
         )
         self.gate = self._own(GATE_TEXT) if self.modulates_text_query else None
 
-    def _modulated_text(self, text: torch.Tensor, temb_prompt: torch.Tensor | None) -> torch.Tensor:
-        assert self.text_table is not None
-        if temb_prompt is None:
-            # The text's modulation does not depend on the timestep.
-            shift, scale = self.text_table.to(text).unbind(0)
-            return text * (1 + scale) + shift
-        shift, scale = (parameter(self.text_table, temb_prompt, index) for index in (0, 1))
-        return self.fusion.residual_norm(text, modulations=(Modulation(scale, shift),))[0]
-
-    def meeting(self, a2v: bool, v2a: bool) -> tuple[torch.Tensor, ...]:
+    def before_meeting(self, a2v: bool, v2a: bool) -> Residual:
         """Normed for the attention between the modalities: modulated for audio to video, video to audio."""
         table = self.meeting_table[:4]
         first = tuple(index for index, wanted in ((0, a2v), (2, v2a)) if wanted)
@@ -248,14 +249,47 @@ class _Stream:
             )
             for index in first
         )
-        return self._settle(self.norms[2], modulations)
+        return self._waiting(self.norms[2], modulations)
 
-    def feed_forward(self) -> torch.Tensor:
-        """Norm, modulation, feed-forward: the block's result."""
-        modulation = Modulation(self._own(SCALE_FF), self._own(SHIFT_FF))
-        (normed,) = self._settle(self.norms[3], (modulation,))
-        branch = feed_forward(self.fusion, self.ff, normed)
-        return self.fusion.residual_norm(self.x, branch, self._own(GATE_FF))[0]
+    def before_feed_forward(self) -> Residual:
+        """Norm, modulation."""
+        return self._waiting(self.norms[3], (Modulation(self._own(SCALE_FF), self._own(SHIFT_FF)),))
+
+    def feed_forward(self, normed: torch.Tensor) -> Residual:
+        """Feed-forward, and how it is added: the block's result."""
+        return Residual(self.x, feed_forward(self.fusion, self.ff, normed), self._own(GATE_FF))
+
+
+def _settle(streams: tuple[_Stream, _Stream], first: Residual, second: Residual) -> list[list[torch.Tensor]]:
+    """Both streams' waiting branches added, then their norms and modulations, in one launch."""
+    settled = []
+    for stream, results in zip(streams, streams[0].fusion.residual_norms(first, second), strict=True):
+        if stream.branch is not None:
+            stream.x, *results = results
+            stream.branch = stream.gate = None
+        settled.append(results)
+    return settled
+
+
+def _modulated_texts(
+    streams: tuple[_Stream, _Stream],
+    texts: tuple[torch.Tensor, torch.Tensor],
+    tembs: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """What the streams attend to as text: modulated in LTX-2.3 and later."""
+    pairs = []
+    modulated = list(texts)
+    for index, (stream, text, temb) in enumerate(zip(streams, texts, tembs, strict=True)):
+        if stream.text_table is not None and temb is not None:
+            shift, scale = (parameter(stream.text_table, temb, number) for number in (0, 1))
+            pairs.append(Residual(text, modulations=(Modulation(scale, shift),)))
+        elif stream.text_table is not None:
+            # The text's modulation does not depend on the timestep.
+            shift, scale = stream.text_table.to(text).unbind(0)
+            modulated[index] = text * (1 + scale) + shift
+    if len(pairs) == 2:
+        modulated = [results[0] for results in streams[0].fusion.residual_norms(*pairs)]
+    return modulated
 
 
 def feed_forward(fusion: Fusion, ff: Any, x: torch.Tensor) -> torch.Tensor:

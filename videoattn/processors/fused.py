@@ -53,6 +53,16 @@ class Modulation(NamedTuple):
     shift: Parameter
 
 
+class Residual(NamedTuple):
+    """The arguments of `Fusion.residual_norm`."""
+
+    x: torch.Tensor
+    branch: torch.Tensor | None = None
+    gate: Parameter | None = None
+    norm: Any = None
+    modulations: tuple[Modulation, ...] = ()
+
+
 class Fusion:
     """Runs the fused work of one install: by Triton on a GPU, by the twins elsewhere.
 
@@ -71,7 +81,7 @@ class Fusion:
         self.available = has_triton()
         self.interpreted = False
         if self.available and (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
-            from videoattn.processors import fused_kernels
+            from videoattn.processors import fused_kernels, residual_kernels  # noqa: F401
 
             self.interpreted = fused_kernels.INTERPRETED
 
@@ -137,18 +147,16 @@ class Fusion:
         """
         if not self._use_triton(x):
             return residual_norm_twin(x, branch, gate, norm, modulations)
-        flat = [part for each in modulations for one in each for part in one]
-        weight = None if norm is None else norm.weight
-        _same_device(x, branch, weight, *flat)
-        return torch.ops.videoattn.residual_norm.default(
-            x,
-            branch,
-            [] if gate is None else [gate.table, gate.embedding],
-            norm is not None,
-            weight,
-            0.0 if norm is None else norm.eps,
-            flat,
-        )
+        return torch.ops.videoattn.residual_norm.default(*_flat(Residual(x, branch, gate, norm, modulations)))
+
+    def residual_norms(self, a: Residual, b: Residual) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """`residual_norm` of two tensors, whose lengths and widths may differ, in one launch."""
+        if not self._use_triton(a.x) or a.x.shape[0] != b.x.shape[0]:
+            return self.residual_norm(*a), self.residual_norm(*b)
+        _same_device(a.x, b.x)
+        results = torch.ops.videoattn.residual_norm_pair.default(*_flat(a), *_flat(b))
+        count = (a.branch is not None) + max(int(a.norm is not None), len(a.modulations))
+        return results[:count], results[count:]
 
     def linear_gelu(self, x: torch.Tensor, linear: torch.nn.Linear) -> torch.Tensor:
         """GELU (tanh form) of a linear layer, in the matrix product's epilogue on a GPU."""
@@ -203,6 +211,16 @@ def residual_norm_twin(
     if norm is not None and not modulations:
         return [*results, normed]
     return results + [normed * (1 + scale.value) + shift.value for scale, shift in modulations]
+
+
+def _flat(one: Residual) -> tuple[Any, ...]:
+    """The op's arguments."""
+    modulation = [part for each in one.modulations for parameter in each for part in parameter]
+    gate = [] if one.gate is None else [one.gate.table, one.gate.embedding]
+    weight = None if one.norm is None else one.norm.weight
+    _same_device(one.x, one.branch, weight, *gate, *modulation)
+    eps = 0.0 if one.norm is None else one.norm.eps
+    return one.x, one.branch, gate, one.norm is not None, weight, eps, modulation
 
 
 def _in_one_launch(

@@ -8,7 +8,7 @@ to its dtype where it is stored. Imported only by `fused`, since it needs Triton
 # A kernel's body is Triton's language and no Python that a type checker could follow.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # torch.library reads the launchers' annotations, so these stay objects: no `from __future__` here.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -289,107 +289,6 @@ def _gate_kernel(
     tl.store(out + (batch * length + row) * (HEADS * HEAD_DIM) + column, gated.to(out.dtype.element_ty), mask)
 
 
-@triton.jit
-def _parameter(table, embedding, column, mask):
-    """A modulation parameter of every channel: the layer's own plus the timestep's, fp32."""
-    own = tl.load(table + column, mask=mask, other=0.0).to(tl.float32)
-    return own + tl.load(embedding + column, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _residual_norm_kernel(
-    x,
-    branch,
-    gate_table,
-    gate,
-    weight,
-    scale_table,
-    scale,
-    shift_table,
-    shift,
-    scale2_table,
-    scale2,
-    shift2_table,
-    shift2,
-    x_out,
-    out,
-    out2,
-    x_batch_stride,
-    x_row_stride,
-    branch_batch_stride,
-    branch_row_stride,
-    gate_batch_stride,
-    gate_row_stride,
-    scale_batch_stride,
-    scale_row_stride,
-    eps,
-    length,
-    BRANCH: tl.constexpr,
-    GATED: tl.constexpr,
-    NORM: tl.constexpr,
-    AFFINE: tl.constexpr,
-    MODULATIONS: tl.constexpr,
-    GATE_PER_ROW: tl.constexpr,
-    SCALE_PER_ROW: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """x + gate · branch, its RMSNorm, and that times (1 + scale) plus shift, for one or two pairs."""
-    batch = tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    mask = column < CHANNELS
-    gate += batch * gate_batch_stride
-    scale += batch * scale_batch_stride
-    shift += batch * scale_batch_stride
-    scale2 += batch * scale_batch_stride
-    shift2 += batch * scale_batch_stride
-    gates, scales, shifts, scales2, shifts2, weights = 1.0, 0.0, 0.0, 0.0, 0.0, 1.0
-    if GATED and not GATE_PER_ROW:
-        gates = _parameter(gate_table, gate, column, mask)
-    if AFFINE:
-        weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    if MODULATIONS > 0 and not SCALE_PER_ROW:
-        scales = _parameter(scale_table, scale, column, mask)
-        shifts = _parameter(shift_table, shift, column, mask)
-    if MODULATIONS > 1 and not SCALE_PER_ROW:
-        scales2 = _parameter(scale2_table, scale2, column, mask)
-        shifts2 = _parameter(shift2_table, shift2, column, mask)
-    begin = tl.program_id(0).to(tl.int64) * ROWS
-    for number in range(0, tl.minimum(ROWS, length - begin)):
-        row = begin + number
-        at = (batch * length + row) * CHANNELS + column
-        values = tl.load(x + batch * x_batch_stride + row * x_row_stride + column, mask=mask, other=0.0)
-        values = values.to(tl.float32)
-        if BRANCH:
-            row_gates = gates
-            if GATE_PER_ROW:
-                row_gates = _parameter(gate_table, gate + row * gate_row_stride, column, mask)
-            at_branch = batch * branch_batch_stride + row * branch_row_stride
-            added = tl.load(branch + at_branch + column, mask=mask, other=0.0).to(tl.float32)
-            # The norm is of what the next residual starts from: the rounded sum.
-            rounded = (values + added * row_gates).to(x_out.dtype.element_ty)
-            tl.store(x_out + at, rounded, mask)
-            values = rounded.to(tl.float32)
-        if NORM:
-            mean = tl.sum(tl.where(mask, values * values, 0.0), axis=0) / CHANNELS
-            values = values * tl.rsqrt(mean + eps) * weights
-        if NORM or MODULATIONS > 0:
-            row_scales, row_shifts = scales, shifts
-            if SCALE_PER_ROW:
-                row_scales = _parameter(scale_table, scale + row * scale_row_stride, column, mask)
-                row_shifts = _parameter(shift_table, shift + row * scale_row_stride, column, mask)
-            result = values * (1.0 + row_scales) + row_shifts
-            tl.store(out + at, result.to(out.dtype.element_ty), mask)
-            if MODULATIONS > 1:
-                row_scales, row_shifts = scales2, shifts2
-                if SCALE_PER_ROW:
-                    row_scales = _parameter(scale2_table, scale2 + row * scale_row_stride, column, mask)
-                    row_shifts = _parameter(shift2_table, shift2 + row * scale_row_stride, column, mask)
-                result = values * (1.0 + row_scales) + row_shifts
-                tl.store(out2 + at, result.to(out2.dtype.element_ty), mask)
-
-
 def _rows(batch: int, length: int) -> int:
     return ROWS if batch * length >= MANY_ROWS else 1
 
@@ -515,80 +414,12 @@ def _gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def results_of(norm: bool, modulation: Sequence[torch.Tensor]) -> int:
-    """How many tensors come out besides the sum: one a modulation, without any the normed one if there is."""
-    return max(int(norm), len(modulation) // 4)
-
-
-def _residual_norm(
-    x: torch.Tensor,
-    branch: torch.Tensor | None,
-    gate: list[torch.Tensor],
-    norm: bool,
-    weight: torch.Tensor | None,
-    eps: float,
-    modulation: list[torch.Tensor],
-) -> list[torch.Tensor]:
-    x = _dense_rows(x)
-    branch = None if branch is None else _dense_rows(branch)
-    batch, length, channels = x.shape
-    outs = []
-    if branch is not None:
-        outs.append(torch.empty((batch, length, channels), dtype=x.dtype, device=x.device))
-    results = results_of(norm, modulation)
-    for _ in range(results):
-        outs.append(torch.empty((batch, length, channels), dtype=x.dtype, device=x.device))
-    block = _next_power_of_2(channels)
-    rows = _rows(batch, length)
-    gate_strides = _strides(gate[1]) if gate else (0, 0, False)
-    scale_strides = _strides(modulation[1]) if modulation else (0, 0, False)
-    gates = gate or [x, x]
-    parameters = [*modulation, *[x] * (8 - len(modulation))]
-    added = x if branch is None else branch
-    wrap_triton(_residual_norm_kernel)[((length + rows - 1) // rows, batch)](
-        x,
-        added,
-        *gates,
-        x if weight is None else weight,
-        *parameters,
-        x if branch is None else outs[0],
-        x if results == 0 else outs[-results],
-        x if results < 2 else outs[-1],
-        x.stride(0),
-        x.stride(1),
-        added.stride(0),
-        added.stride(1),
-        gate_strides[0],
-        gate_strides[1],
-        scale_strides[0],
-        scale_strides[1],
-        eps,
-        length,
-        BRANCH=branch is not None,
-        GATED=len(gate) > 0,
-        NORM=norm,
-        AFFINE=weight is not None,
-        MODULATIONS=len(modulation) // 4,
-        GATE_PER_ROW=gate_strides[2],
-        SCALE_PER_ROW=scale_strides[2],
-        CHANNELS=channels,
-        BLOCK=block,
-        ROWS=rows,
-        num_warps=_warps(block),
-    )
-    return outs
-
-
 def _fake_norm_rotate(x, y, x_weight, y_weight, x_eps, y_eps, cos, sin, y_cos=None, y_sin=None):
     return [x.new_empty(x.shape)] + ([] if y is None else [y.new_empty(y.shape)])
 
 
 def _fake_gate(x, logits):
     return x.new_empty(x.shape)
-
-
-def _fake_residual_norm(x, branch, gate, norm, weight, eps, modulation):
-    return [x.new_empty(x.shape) for _ in range((branch is not None) + results_of(norm, modulation))]
 
 
 def _op(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -603,4 +434,3 @@ def _op(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> An
 
 norm_rotate = _op("norm_rotate", _norm_rotate, _fake_norm_rotate)
 gate = _op("gate", _gate, _fake_gate)
-residual_norm = _op("residual_norm", _residual_norm, _fake_residual_norm)
