@@ -185,6 +185,32 @@ def test_who_watches_still_sees_the_op(served):
     assert len(served) == before + 1
 
 
+def test_a_recorded_call_is_ready_too_and_makes_its_row(served):
+    first, later = inputs(seed=0), inputs(seed=1)
+    with videoattn.record_timing() as recording:
+        attend(*first, kind="video_self")
+        assert not served
+        agrees(attend(*later, kind="video_self")[0], *later)
+        assert len(served) == 1
+        agrees(videoattn.attention(*later), *later)
+        agrees(videoattn.attention(*first), *first)
+        assert len(served) == 2
+    assert [(row.kind, row.kernel) for row in recording.rows] == [("video_self", "sdpa")] * 2 + [
+        ("", "sdpa")
+    ] * 2
+    assert all(row.milliseconds > 0 for row in recording.rows)
+
+
+def test_shadow_arms_run_beside_a_ready_call(served):
+    q, k, v = inputs()
+    with videoattn.record_timing(compare="reference") as recording:
+        for _ in range(2):
+            agrees(videoattn.attention(q, k, v), q, k, v)
+    assert len(served) == 1
+    arms = [row.arms["reference"] for row in recording.rows]
+    assert all(arm.milliseconds > 0 and arm.max_abs_diff < 1e-5 for arm in arms)
+
+
 def test_a_gradient_is_refused_as_ever(served):
     q, k, v = inputs()
     for _ in range(2):

@@ -17,13 +17,14 @@ REMEMBERED = 8
 KEYS = 1024
 Key = tuple[Any, ...]
 Call = Callable[..., Any]
+Ready = tuple[Any, float, Call]
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that tells whether other tensors are as these in all but values and addresses."""
     from torch._C._dynamo.guards import TensorGuards
 
-    # NOTES: a list for each tensor; torch's stub says one list.
+    # A list for each tensor; torch's stub says one list.
     sizes: Any = [list(tensor.size()) for tensor in tensors]
     strides: Any = [list(tensor.stride()) for tensor in tensors]
     guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -68,19 +69,22 @@ def can_keep(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 class Again:
-    """Calls made ready, by what a caller says besides its tensors."""
+    """Calls made ready, by what a caller says besides its tensors.
+
+    A call is kept with what chose it, for a recording, and with its softmax scale.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[Key, tuple[tuple[Callable[..., bool], Call], ...]] = {}
+        self._calls: dict[Key, tuple[tuple[Callable[..., bool], Ready], ...]] = {}
 
-    def find(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> Call | None:
+    def find(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> Ready | None:
         """The call made ready for such tensors, if there is one."""
         for holds, call in self._calls.get(key, ()):
             if holds(*tensors):
                 return call
         return None
 
-    def keep(self, key: Key, tensors: tuple[torch.Tensor, ...], call: Call) -> None:
+    def keep(self, key: Key, tensors: tuple[torch.Tensor, ...], call: Ready) -> None:
         """Use `call` for such tensors from now on."""
         if key in self._calls or len(self._calls) < KEYS:
             # A new tuple: other threads may be going through the old one.

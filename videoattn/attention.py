@@ -10,7 +10,7 @@ from torch._C._functorch import maybe_current_level as _transform_level
 from torch.autograd import profiler
 
 from videoattn import kernels
-from videoattn.again import can_keep
+from videoattn.again import Call, can_keep
 from videoattn.dispatch import Bound, choose
 from videoattn.timing import recorder
 
@@ -41,13 +41,14 @@ def _run(
         results = bound.kernel.run(
             q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse
         )
-        prepare = getattr(bound.kernel, "prepare", None)
-        if key is not None and prepare is not None and can_keep(q, k, v):
-            call = prepare(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse)
-            if call is not None:
-                again.keep(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths), call)
-        return results
-    return _recorded(active, bound, q, k, v, scale, kv_lengths, mask, return_lse)
+    else:
+        results = _recorded(active, bound, q, k, v, scale, kv_lengths, mask, return_lse)
+    prepare = getattr(bound.kernel, "prepare", None)
+    if key is not None and prepare is not None and can_keep(q, k, v):
+        call = prepare(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse)
+        if call is not None:
+            again.keep(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths), (bound, scale, call))
+    return results
 
 
 def _recorded(
@@ -60,8 +61,15 @@ def _recorded(
     kv_lengths: torch.Tensor | None,
     mask: torch.Tensor | None,
     return_lse: bool,
+    ready: Call | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Through the recording; `ready` is the chosen kernel's call made ready, if there is one."""
+
     def launch(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if ready is not None and name == bound.choice.kernel:
+            results = ready(q, k, v, kv_lengths)
+            if results is not None:
+                return results
         kernel = bound.kernel if name == bound.choice.kernel else kernels.get(name)
         return kernel.run(q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse)
 
@@ -69,13 +77,24 @@ def _recorded(
 
 
 def _again(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.Tensor | None, key: tuple
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_lengths: torch.Tensor | None,
+    return_lse: bool,
+    key: tuple,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The result of a call like an earlier one; None where there was none, or somebody watches this one."""
-    if recorder.active() is not None or _function_modes() or profiler._is_profiler_enabled:
+    if _function_modes() or profiler._is_profiler_enabled:
         return None
-    call = choose.again.find(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths))
-    return None if call is None else call(q, k, v, kv_lengths)
+    found = choose.again.find(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths))
+    if found is None:
+        return None
+    bound, scale, call = found
+    active = recorder.active()
+    if active is None:
+        return call(q, k, v, kv_lengths)
+    return _recorded(active, bound, q, k, v, scale, kv_lengths, None, return_lse, call)
 
 
 def _op(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind):
@@ -138,7 +157,7 @@ def attend(
     key = None
     if mask is None and not torch.compiler.is_dynamo_compiling() and _kept_by(scale):
         key = kernel, kind, return_lse, scale, kv_lengths is None
-        done = _again(q, k, v, kv_lengths, key)
+        done = _again(q, k, v, kv_lengths, return_lse, key)
         if done is not None:
             return done
     return _attend(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, key)
@@ -227,7 +246,7 @@ def attention(
     if not torch.compiler.is_dynamo_compiling() and _kept_by(scale):
         # Apart from `attend`, whose calls nobody checked.
         key = kernel, None, return_lse, scale, kv_lengths is None
-        done = _again(q, k, v, kv_lengths, key)
+        done = _again(q, k, v, kv_lengths, return_lse, key)
         if done is not None:
             return done if return_lse else done[0]  # type: ignore[return-value]
     _check(q, k, v, kv_lengths, kernel)

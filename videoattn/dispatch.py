@@ -125,7 +125,7 @@ class Chooser:
     `again` holds eager calls made ready, which end with the choices they were made by.
     """
 
-    # NOTES: `again` is replaced and never cleared: a call under way in another thread keeps to the old one.
+    # `again` is replaced and never cleared: a call under way in another thread keeps to the old one.
     def __init__(self) -> None:
         self._choices: dict[tuple[AttentionCall, str], Choice] = {}
         self._bound: dict[tuple, Bound] = {}

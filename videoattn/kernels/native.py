@@ -177,7 +177,7 @@ def prepare(
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_at | k_at | v_at) & 15:
             return None
-        # NOTES: a memory format costs a fifth of the call.
+        # A memory format costs a fifth of the call.
         out = empty_like(q) if like_q else empty_like(q, memory_format=contiguous)
         lse = q.new_empty(lse_shape, dtype=torch.float32) if return_lse else None
         # Freed on return, but to this stream's pool: the launch is queued before any reuse.
@@ -241,7 +241,7 @@ def run(
     batch, q_len, heads, head_dim = q.shape
     kv_len = k.shape[1]
     device: int = q.get_device()
-    # NOTES: half the host cost of new_empty, which parses a size.
+    # Half the host cost of new_empty, which parses a size.
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32) if return_lse else None
     if kv_lengths is not None:
