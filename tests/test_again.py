@@ -195,9 +195,8 @@ def test_a_recorded_call_is_ready_too_and_makes_its_row(served):
         agrees(videoattn.attention(*later), *later)
         agrees(videoattn.attention(*first), *first)
         assert len(served) == 2
-    assert [(row.kind, row.kernel) for row in recording.rows] == [("video_self", "sdpa")] * 2 + [
-        ("", "sdpa")
-    ] * 2
+    assert [row.kind for row in recording.rows] == ["video_self", "video_self", None, None]
+    assert {row.kernel for row in recording.rows} == {"sdpa"}
     assert all(row.milliseconds > 0 for row in recording.rows)
 
 
