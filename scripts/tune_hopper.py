@@ -92,6 +92,7 @@ VARIANTS: dict[str, Variant] = {
     "d128_base": d128("the product"),
     "d128_early_turn": d128("the next consumer's first wgmma is queued before this one's last", kEarlyTurn=2),
     "d128_stages3": d128("a third buffer hides L2 latency", **THREE),
+    "d128_two_query_buffers": d128("short keys wait for queries", kQueryBuffers=2),
     "d128_direct": d128("no barriers and no staging at a tile's end", **DIRECT),
     "d128_cluster": d128("half the reads from L2: lost", **DIRECT, kCluster=2),
     "d128_n176": d128("fewer turns, waits and rescalings a FLOP: lost", **N176),

@@ -11,7 +11,8 @@
 //   wgmma   S0 | S1, O += P0 V0 | ... | S0', O += Pn-1 Vn-1 |            | S1', O' = P0' V0' | ...
 //   thread     | softmax(S0)    | ... | softmax(Sn-1)       softmax(S0') | store O           | softmax(S1')
 //
-// Barriers (arrivals): q_full[g] 1 (the loader) + bytes; q_empty[g] 4 (a lane of each warp of consumer g);
+// Barriers (arrivals), the first two for each buffer of queries: q_full[g] 1 (the loader) + bytes; q_empty[g] 4 (a lane
+// of each warp of consumer g);
 // k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
 // In a cluster each CTA loads a slice of every K and V tile into both CTAs, so a buffer is free once the consumers of
@@ -44,8 +45,10 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         prefetch_map(&v_map);
         prefetch_map(&o_map);
         for (int group = 0; group < C::kConsumers; ++group) {
-            barrier_init(smem.q_full(group), 1);
-            barrier_init(smem.q_empty(group), C::kOutput == Output::kQueryBuffer ? 1 : 4);
+            for (int buffer = 0; buffer < C::kQueryBuffers; ++buffer) {
+                barrier_init(smem.q_full(group, buffer), 1);
+                barrier_init(smem.q_empty(group, buffer), C::kOutput == Output::kQueryBuffer ? 1 : 4);
+            }
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             barrier_init(smem.k_full(stage), 1);

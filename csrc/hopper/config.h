@@ -27,6 +27,7 @@ struct Choices {
     static constexpr int kStages = 2;
     static constexpr int kCluster = 1;  // CTAs that share every K and V tile by multicast: 1 or 2
     static constexpr bool kQInRegisters = false;
+    static constexpr int kQueryBuffers = 1;  // 2: the next tile's Q loads while this one's is waited for
     static constexpr Output kOutput = Output::kOwnBuffer;
     // How many of a tile's 8-column blocks of scores take their exponentials on the FMA pipe.
     static constexpr int kSoftBlocks = 0;
@@ -78,17 +79,20 @@ struct Config : C {
     static constexpr int kSliceBytes = kKvBytes / C::kCluster;
 
     static constexpr int kQOffset = 0;
-    static constexpr int kOOffset = C::kOutput == Output::kOwnBuffer ? C::kConsumers * kGroupBytes : 0;
-    static constexpr int kKOffset = kOOffset + C::kConsumers * kGroupBytes;
+    static constexpr int kOOffset =
+        C::kOutput == Output::kOwnBuffer ? C::kQueryBuffers * C::kConsumers * kGroupBytes : 0;
+    static constexpr int kKOffset =
+        (C::kQueryBuffers + (C::kOutput == Output::kOwnBuffer ? 1 : 0)) * C::kConsumers * kGroupBytes;
     static constexpr int kVOffset = kKOffset + C::kStages * kKvBytes;
     static constexpr int kBarrierOffset = kVOffset + C::kStages * kKvBytes;
-    static constexpr int kBarriers = 2 * C::kConsumers + 5 * C::kStages;
+    static constexpr int kBarriers = 2 * C::kConsumers * C::kQueryBuffers + 5 * C::kStages;
     static constexpr int kSmemBytes = kBarrierOffset + 8 * kBarriers;
     static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
     static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
     static_assert(C::kCluster == 1 || C::kCluster == 2);
     static_assert(kSliceBytes % 1024 == 0, "slices are whole swizzle atoms");
     static_assert(C::kOutput != Output::kQueryBuffer || C::kQInRegisters, "Q is read until its tile's last step");
+    static_assert(C::kQueryBuffers == 1 || (C::kQInRegisters && C::kOutput != Output::kQueryBuffer));
     static_assert(C::kSoftBlocks <= C::kTileN / 8 && C::kEarlyTurn <= C::kTileN / 16);
 };
 

@@ -32,8 +32,8 @@ struct Consumer {
     const int group;
     Recorder recorder;
     uint32_t step = 0;  // key blocks whose scores are done; the values of step - 1 come with the scores of step
-    // Phases, bit s of v_clean[s] and bit kStages of q_full; about the P V to come kAccumulate and kClear; kStored:
-    // the output in the queries' buffer is on its way out.
+    // Phases, bit s of v_clean[s]; from bit kStages on the tiles whose queries were taken; about the P V to come
+    // kAccumulate and kClear; kStored: the output in the queries' buffer is on its way out.
     uint32_t state = 0;
     uint32_t q[C::kQInRegisters ? kQSteps : 1][4];
 
@@ -56,18 +56,20 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void take_queries() {
-        barrier_wait(smem.q_full(group), state >> C::kStages & 1);
-        state ^= 1u << C::kStages;
+        const int buffer = C::kQueryBuffers > 1 ? state >> C::kStages & 1 : 0;
+        barrier_wait(smem.q_full(group, buffer), state >> (C::kStages + C::kQueryBuffers - 1) & 1);
+        // Of one buffer the lowest bit is all that counts.
+        state = C::kQueryBuffers > 1 ? state + (1u << C::kStages) : state ^ 1u << C::kStages;
         if constexpr (C::kQInRegisters) {
 #pragma unroll
-            for (int step = 0; step < kQSteps; ++step)
-                load_matrix(q[step], fragment_address(smem.q(group), threadIdx.x / 32 % 4, threadIdx.x % 32, step));
+            for (int i = 0; i < kQSteps; ++i)
+                load_matrix(q[i], fragment_address(smem.q(group, buffer), threadIdx.x / 32 % 4, threadIdx.x % 32, i));
             // An arrival may overtake loads that have not returned, and the copy engine writes through another proxy:
             // without the fence it overwrites what is still being read (seen on an H200).
             async_proxy_fence();
             if constexpr (!kOverQueries) {
                 __syncwarp();
-                release(smem.q_empty(group));
+                release(smem.q_empty(group, buffer));
             } else if (step == 0) {
                 // No output waits for the place: it goes on to the next queries. Later ones make room for an output.
                 named_sync(1 + group, 128);

@@ -27,7 +27,7 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
     constexpr bool kShared = C::kCluster > 1;
     Recorder recorder(args, C::kConsumers + 1, 0, true);
     Ring<C> keys, values;
-    uint32_t q_phase = 0;
+    uint32_t queries = 0;  // tiles whose queries were asked for
     int value_row = -1, value_head = 0, value_batch = 0;
     const auto load_values = [&] {
         recorder.enter(Phase::kValueBuffer);
@@ -48,15 +48,16 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
             load_slice<C>(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
             keys.advance();
             if (block == tile.blocks - 1) {
+                const int buffer = queries % C::kQueryBuffers;
                 for (int group = 0; group < C::kConsumers; ++group) {
                     recorder.enter(Phase::kQueryBuffer);
-                    barrier_wait(smem.q_empty(group), q_phase ^ 1);
+                    barrier_wait(smem.q_empty(group, buffer), queries / C::kQueryBuffers & 1 ^ 1);
                     recorder.enter(Phase::kLoad);
-                    barrier_expect_bytes(smem.q_full(group), C::kGroupBytes);
-                    tma_load(smem.q(group), &q_map, smem.q_full(group), tile.row + group * kGroupRows, tile.head,
-                             tile.batch);
+                    barrier_expect_bytes(smem.q_full(group, buffer), C::kGroupBytes);
+                    tma_load(smem.q(group, buffer), &q_map, smem.q_full(group, buffer),
+                             tile.row + group * kGroupRows, tile.head, tile.batch);
                 }
-                q_phase ^= 1;
+                ++queries;
             }
             if (value_row >= 0) load_values();
             value_row = row;

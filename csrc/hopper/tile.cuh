@@ -72,14 +72,22 @@ template <typename C>
 struct Shared {
     uint32_t base;
 
-    __device__ __forceinline__ uint32_t q(int group) const { return base + C::kQOffset + group * C::kGroupBytes; }
+    __device__ __forceinline__ uint32_t q(int group, int buffer = 0) const {
+        return base + C::kQOffset + (buffer * C::kConsumers + group) * C::kGroupBytes;
+    }
     __device__ __forceinline__ uint32_t o(int group) const { return base + C::kOOffset + group * C::kGroupBytes; }
     __device__ __forceinline__ uint32_t k(int stage) const { return base + C::kKOffset + stage * C::kKvBytes; }
     __device__ __forceinline__ uint32_t v(int stage) const { return base + C::kVOffset + stage * C::kKvBytes; }
     __device__ __forceinline__ uint32_t barrier(int index) const { return base + C::kBarrierOffset + 8 * index; }
-    __device__ __forceinline__ uint32_t q_full(int group) const { return barrier(group); }
-    __device__ __forceinline__ uint32_t q_empty(int group) const { return barrier(C::kConsumers + group); }
-    __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(2 * C::kConsumers + stage); }
+    __device__ __forceinline__ uint32_t q_full(int group, int buffer = 0) const {
+        return barrier(2 * buffer * C::kConsumers + group);
+    }
+    __device__ __forceinline__ uint32_t q_empty(int group, int buffer = 0) const {
+        return barrier((2 * buffer + 1) * C::kConsumers + group);
+    }
+    __device__ __forceinline__ uint32_t k_full(int stage) const {
+        return barrier(2 * C::kConsumers * C::kQueryBuffers + stage);
+    }
     __device__ __forceinline__ uint32_t k_empty(int stage) const { return k_full(stage + C::kStages); }
     __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(stage + 2 * C::kStages); }
     __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }

@@ -24,7 +24,13 @@ pytestmark = pytest.mark.slow
 CHECKED = {
     **{
         name: tune_hopper.VARIANTS[name]
-        for name in ("d128_cluster", "d128_n176", "d128_stages3", "d128_check_first")
+        for name in (
+            "d128_cluster",
+            "d128_n176",
+            "d128_stages3",
+            "d128_check_first",
+            "d128_two_query_buffers",
+        )
     },
     "d64_soft_early_turn": tune_hopper.d64("both", kSoftBlocks=2, kEarlyTurn=2),
 }
