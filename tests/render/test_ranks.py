@@ -20,9 +20,9 @@ from videoattn.processors.parallel.degrees import Degrees
 from videoattn.render.errors import NonFinite, RenderError, UsageError
 from videoattn.render.files import Leftovers
 from videoattn.render.job import RenderJob
-from videoattn.render.launch import failure, pick_kind
+from videoattn.render.launch import GRACE, failure, pick_kind
 from videoattn.render.metadata import read
-from videoattn.render.rank import Rank
+from videoattn.render.rank import TERMINATED, Rank
 from videoattn.render.run import render
 from videoattn.timing.log import load
 
@@ -126,12 +126,37 @@ def test_a_rank_that_left_no_word(failed, tmp_path):
     lost = RuntimeError("Connection closed by peer")
     error = failure({0: failed(0, lost), 2: failed(2, None, -signal.SIGKILL)}, tmp_path)
     assert str(error) == "rank 2 was killed by SIGKILL: this machine may be out of memory"
+    error = failure({3: failed(3, None, TERMINATED), 4: failed(4, None, TERMINATED)}, tmp_path)
+    assert str(error) == "rank 3 was ended by SIGTERM"
     logs = tmp_path / "run" / "attempt_0" / "1"
     logs.mkdir(parents=True)
     (logs / "stderr.log").write_text("Traceback\nImportError: no numpy\n\n")
     assert (
         str(failure({1: failed(1, None, 3)}, tmp_path)) == "rank 1 ended with status 3: ImportError: no numpy"
     )
+
+
+def test_a_rank_that_the_launcher_stopped_is_not_the_cause(failed, tmp_path):
+    """In the same second, and before or after the failure in the order of ranks."""
+    lost = RuntimeError("Connection closed by peer")
+    for stopped, cause, text in (
+        (
+            0,
+            failed(1, None, -signal.SIGKILL),
+            "rank 1 was killed by SIGKILL: this machine may be out of memory",
+        ),
+        (0, failed(1, None, -signal.SIGSEGV), "rank 1 was killed by SIGSEGV"),
+        (2, failed(1, None, 3), "rank 1 ended with status 3: it said nothing"),
+        (0, failed(1, RenderError("no memory")), "rank 1: no memory"),
+        (0, failed(1, lost), "rank 1: RuntimeError: Connection closed by peer"),
+    ):
+        for end in (TERMINATED, -signal.SIGTERM):
+            other = failed(stopped, None, end)
+            other.timestamp = cause.timestamp
+            assert str(failure({stopped: other, 1: cause}, tmp_path)) == text
+        other = failed(stopped, None, -signal.SIGKILL)
+        other.timestamp = cause.timestamp + GRACE
+        assert str(failure({stopped: other, 1: cause}, tmp_path)) == text
 
 
 def test_what_a_killed_rank_leaves_is_removed(tmp_path):

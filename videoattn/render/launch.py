@@ -16,7 +16,7 @@ from typing import Any
 from videoattn.processors.parallel.degrees import Degrees, refuse_heads
 from videoattn.render.errors import NonFinite, RenderError, UsageError
 from videoattn.render.files import Leftovers
-from videoattn.render.rank import Request
+from videoattn.render.rank import TERMINATED, Request
 from videoattn.render.sources import ModelInfo
 
 OWN_ERRORS = {error.__name__: error for error in (UsageError, RenderError, NonFinite)}
@@ -24,6 +24,8 @@ OWN_ERRORS = {error.__name__: error for error in (UsageError, RenderError, NonFi
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # What a rank says whose peer is gone; another rank's failure is the cause.
 CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed", "gloo", "NCCL")
+# Seconds that torch's launcher gives the other ranks to end by SIGTERM before it sends SIGKILL.
+GRACE = 30
 
 
 def parse_degrees(text: str, info: ModelInfo) -> Degrees:
@@ -117,7 +119,14 @@ def failure(failures: Mapping[int, Any], folder: Path) -> UsageError | RenderErr
 
     `folder` holds what the ranks but the first printed.
     """
-    rank = min(failures, key=lambda each: (_is_consequence(failures[each]), failures[each].timestamp, each))
+    first = min(each.timestamp for each in failures.values())
+
+    def order(rank: int) -> tuple[bool, bool, int, int]:
+        found = failures[rank]
+        # Timestamps are whole seconds, too coarse to tell a cause from what it brought about.
+        return _was_stopped(found, first), _is_consequence(found), found.timestamp, rank
+
+    rank = min(failures, key=order)
     found = failures[rank]
     if isinstance(found.message, dict):
         name, _, text = found.message["message"].partition(": ")
@@ -129,6 +138,8 @@ def failure(failures: Mapping[int, Any], folder: Path) -> UsageError | RenderErr
     if found.exitcode < 0:
         hint = ": this machine may be out of memory" if found.signal_name() == "SIGKILL" else ""
         return RenderError(f"rank {rank} was killed by {found.signal_name()}{hint}")
+    if found.exitcode == TERMINATED:
+        return RenderError(f"rank {rank} was ended by SIGTERM")
     said = [line for log in folder.glob(f"*/*/{rank}/stderr.log") for line in log.read_text().splitlines()]
     last = next((line.strip() for line in reversed(said) if line.strip()), "it said nothing")
     return RenderError(f"rank {rank} ended with status {found.exitcode}: {last}")
@@ -137,3 +148,10 @@ def failure(failures: Mapping[int, Any], folder: Path) -> UsageError | RenderErr
 def _is_consequence(found: Any) -> bool:
     text = found.message["message"] if isinstance(found.message, dict) else ""
     return any(word in text for word in CONSEQUENCES)
+
+
+def _was_stopped(found: Any, first: int) -> bool:
+    """Whether the launcher ended this rank because of another's failure, the earliest of them at `first`."""
+    if found.exitcode == -signal.SIGKILL:
+        return found.timestamp >= first + GRACE - 1
+    return found.exitcode in (TERMINATED, -signal.SIGTERM)
