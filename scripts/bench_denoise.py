@@ -3,10 +3,10 @@
 An arm is a body with what is added to it: `stock`; `flash3` or `flash4`, stock with that kernel swapped in
 and the no-op text mask dropped; `call`, `attention` or `block`, ours at that level. `+compile` compiles the
 repeated blocks, `+compile-torch` gives the compiler torch operations in place of the fused kernels,
-`+graphs` replays forwards as CUDA graphs. In every round each arm runs some forwards back to back behind a
-warm-up; the table has medians over rounds. A clip of LTX-2.3 is 8 forwards at half size and 3 at full size.
-The floor is attention at the best rate of any kernel here plus linear layers at the rate of a large matrix
-product.
+`+graphs` replays forwards as CUDA graphs, `+overlap` runs the audio beside the video in them. In every round
+each arm runs some forwards back to back behind a warm-up; the table has medians over rounds. A clip of
+LTX-2.3 is 8 forwards at half size and 3 at full size. The floor is attention at the best rate of any kernel
+here plus linear layers at the rate of a large matrix product.
 
 A call that nears --budget-seconds stops and writes what it has; --resume goes on from there.
 
@@ -42,7 +42,7 @@ from videoattn.dispatch import KernelUnavailable
 from videoattn.processors import regions
 
 BODIES = ("stock", "flash3", "flash4", "call", "attention", "block")
-ADDED = ("compile", "compile-torch", "graphs")
+ADDED = ("compile", "compile-torch", "graphs", "overlap")
 DEFAULT_ARMS = (
     "stock",
     "stock+compile",
@@ -53,6 +53,7 @@ DEFAULT_ARMS = (
     "block+compile",
     "block+compile-torch",
     "block+graphs",
+    "block+graphs+overlap",
     "block+compile-torch+graphs",
 )
 RIVALS = ("stock", "stock+compile", "flash3+compile")
@@ -68,7 +69,9 @@ class Arm:
             raise ValueError(f"unknown arm '{name}': one of {', '.join(BODIES)}, then +{' or +'.join(ADDED)}")
         self.compiled = "compile" in added or "compile-torch" in added
         self.under_compile: Any = "torch" if "compile-torch" in added else "triton"
-        self.graphs = "graphs" in added
+        self.graphs, self.overlap = "graphs" in added, "overlap" in added
+        if self.overlap and (self.compiled or not self.graphs or self.body != "block"):
+            raise ValueError(f"arm '{name}': +overlap goes with block+graphs alone")
 
     @contextmanager
     def active(self, transformer: Any) -> Iterator[Any]:
@@ -85,7 +88,7 @@ class Arm:
                 stack.enter_context(_compiled(transformer))
             graphs = None
             if self.graphs:
-                graphs = regions.cuda_graphs(transformer)
+                graphs = regions.cuda_graphs(transformer, overlap=self.overlap)
                 stack.callback(graphs.release)
             yield graphs
 

@@ -266,6 +266,23 @@ def test_graphs_replay_the_same_numbers(version, arm):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("version", ["2.0", "2.3"])
+def test_audio_beside_video_gives_the_same_numbers(version):
+    model, inputs = model_and_inputs(version)
+    videoattn.install(model, level="block")
+    calls = [{**inputs, "hidden_states": torch.randn_like(inputs["hidden_states"])} for _ in range(3)]
+    expected = [model(**call) for call in calls]
+    graphs = cuda_graphs(model, overlap=True)
+    for _ in range(20):
+        for call, theirs in zip(calls, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(model(**call), theirs, strict=True))
+    assert graphs.captured == 1
+    graphs.release()
+    compile_blocks(model)
+    with pytest.raises(RuntimeError, match="not compiled"):
+        cuda_graphs(model, overlap=True)
+
+
 def test_two_sizes_share_a_pool_and_keep_their_numbers():
     model, small = model_and_inputs("2.3")
     large = model_and_inputs("2.3", batch=2)[1]

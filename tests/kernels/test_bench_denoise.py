@@ -121,8 +121,10 @@ def test_clip_seconds_and_arm_names():
     assert bench.clip_seconds(block, model, "block") is None
     arm = bench.Arm("block+compile-torch+graphs")
     assert (arm.body, arm.compiled, arm.under_compile, arm.graphs) == ("block", True, "torch", True)
-    with pytest.raises(SystemExit):
-        bench.parse(["--arms", "fast"])
+    assert bench.Arm("block+graphs+overlap").overlap
+    for name in ("fast", "block+overlap", "stock+graphs+overlap", "block+compile+graphs+overlap"):
+        with pytest.raises(SystemExit):
+            bench.parse(["--arms", name])
 
 
 def test_the_accuracy_check_passes_ours_and_fails_a_wrong_arm(capsys, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers import transformer_ltx, transformer_ltx2
 
 from videoattn.processors.fused import Fusion, Modulation, Parameter, Residual, Rotary, parameter
+from videoattn.processors.overlap import both
 
 ATTRIBUTE = "_videoattn_fusion"
 # Numbers of a layer's modulation parameters, in the order of its table.
@@ -49,7 +51,7 @@ class LTXVideoTransformerBlock(transformer_ltx.LTXVideoTransformerBlock):
     ) -> torch.Tensor:
         """Hidden states `(batch, seq, channels)` after the block, as the stock block computes them."""
         fusion: Fusion = getattr(self, ATTRIBUTE)
-        own = functools.partial(parameter, self.scale_shift_table, temb)
+        own = partial(parameter, self.scale_shift_table, temb)
         x = hidden_states
         (normed,) = fusion.residual_norm(
             x, norm=self.norm1, modulations=(Modulation(own(SCALE_ATTN), own(SHIFT_ATTN)),)
@@ -115,46 +117,40 @@ class LTX2VideoTransformerBlock(transformer_ltx2.LTX2VideoTransformerBlock):
             self, True, audio_hidden_states, temb_audio, temb_ca_audio_scale_shift, temb_ca_audio_gate
         )
         streams = video, audio
-        ready = _settle(streams, video.before_self_attention(), audio.before_self_attention())
-        video.self_attention(ready[0][0], video_rotary_emb, self_attention_mask, perturbation)
-        audio.self_attention(ready[1][0], audio_rotary_emb, audio_self_attention_mask, perturbation)
+        _settle(video.before_self_attention(), audio.before_self_attention(), streams)
+        both(
+            partial(video.self_attention, video_rotary_emb, self_attention_mask, perturbation),
+            partial(audio.self_attention, audio_rotary_emb, audio_self_attention_mask, perturbation),
+        )
         texts = _modulated_texts(
             streams, (encoder_hidden_states, audio_encoder_hidden_states), (temb_prompt, temb_prompt_audio)
         )
-        ready = _settle(streams, video.before_text_attention(), audio.before_text_attention())
-        video.text_attention(ready[0][0], texts[0], encoder_attention_mask)
-        audio.text_attention(ready[1][0], texts[1], audio_encoder_attention_mask)
-        if use_a2v_cross_attention or use_v2a_cross_attention:
-            to_video, to_audio = _settle(
-                streams,
-                *(each.before_meeting(use_a2v_cross_attention, use_v2a_cross_attention) for each in streams),
+        _settle(video.before_text_attention(), audio.before_text_attention(), streams)
+        both(
+            partial(video.text_attention, texts[0], encoder_attention_mask),
+            partial(audio.text_attention, texts[1], audio_encoder_attention_mask),
+        )
+        meets = use_a2v_cross_attention, use_v2a_cross_attention
+        if any(meets):
+            _settle(video.before_meeting(*meets), audio.before_meeting(*meets), streams)
+            a2v = ca_video_rotary_emb, ca_audio_rotary_emb, a2v_cross_attention_mask
+            v2a = ca_audio_rotary_emb, ca_video_rotary_emb, v2a_cross_attention_mask
+            both(
+                partial(video.meet, audio, 0, *a2v) if meets[0] else _nothing,
+                partial(audio.meet, video, -1, *v2a) if meets[1] else _nothing,
             )
-            if use_a2v_cross_attention:
-                video.branch = self.audio_to_video_attn(
-                    to_video[0],
-                    encoder_hidden_states=to_audio[0],
-                    query_rotary_emb=ca_video_rotary_emb,
-                    key_rotary_emb=ca_audio_rotary_emb,
-                    attention_mask=a2v_cross_attention_mask,
-                )
-                video.gate = video.meeting_gate
-            if use_v2a_cross_attention:
-                audio.branch = self.video_to_audio_attn(
-                    to_audio[-1],
-                    encoder_hidden_states=to_video[-1],
-                    query_rotary_emb=ca_audio_rotary_emb,
-                    key_rotary_emb=ca_video_rotary_emb,
-                    attention_mask=v2a_cross_attention_mask,
-                )
-                audio.gate = audio.meeting_gate
-        ready = _settle(streams, video.before_feed_forward(), audio.before_feed_forward())
-        ends = video.feed_forward(ready[0][0]), audio.feed_forward(ready[1][0])
+        _settle(video.before_feed_forward(), audio.before_feed_forward(), streams)
+        ends = both(video.feed_forward, audio.feed_forward)
         (end,), (audio_end,) = video.fusion.residual_norms(*ends)
         return end, audio_end
 
 
 class _Stream:
-    """One modality on its way through an LTX-2 block; `branch` waits to be added to `x`, with its gate."""
+    """One modality on its way through an LTX-2 block.
+
+    `branch` waits to be added to `x`, with its gate; `normed` is what the next layer reads, and stays
+    referenced until that is done, as `overlap.CudaLane` asks.
+    """
 
     def __init__(
         self,
@@ -172,6 +168,7 @@ class _Stream:
         self.meeting_temb = meeting_temb
         self.branch: torch.Tensor | None = None
         self.gate: Parameter | None = None
+        self.normed: list[torch.Tensor] = []
         if audio:
             self.table, self.meeting_table = (
                 block.audio_scale_shift_table,
@@ -183,7 +180,7 @@ class _Stream:
                 block.video_to_audio_norm,
                 block.audio_norm3,
             )
-            self.attentions = block.audio_attn1, block.audio_attn2
+            self.attentions = block.audio_attn1, block.audio_attn2, block.video_to_audio_attn
             self.ff, self.modulates_text_query = block.audio_ff, block.audio_cross_attn_adaln
             self.text_table = block.audio_prompt_scale_shift_table if block.cross_attn_adaln else None
         else:
@@ -192,7 +189,7 @@ class _Stream:
                 block.video_a2v_cross_attn_scale_shift_table,
             )
             self.norms = block.norm1, block.norm2, block.audio_to_video_norm, block.norm3
-            self.attentions = block.attn1, block.attn2
+            self.attentions = block.attn1, block.attn2, block.audio_to_video_attn
             self.ff, self.modulates_text_query = block.ff, block.video_cross_attn_adaln
             self.text_table = block.prompt_scale_shift_table if block.cross_attn_adaln else None
         self.meeting_gate = parameter(self.meeting_table[4:], meeting_gate_temb, 0)
@@ -209,15 +206,11 @@ class _Stream:
         return self._waiting(self.norms[0], (Modulation(self._own(SCALE_ATTN), self._own(SHIFT_ATTN)),))
 
     def self_attention(
-        self,
-        normed: torch.Tensor,
-        rotary_emb: Rotary | None,
-        mask: torch.Tensor | None,
-        perturbation: dict[str, Any],
+        self, rotary_emb: Rotary | None, mask: torch.Tensor | None, perturbation: dict[str, Any]
     ) -> None:
         """Self-attention."""
         self.branch = self.attentions[0](
-            hidden_states=normed,
+            hidden_states=self.normed[0],
             encoder_hidden_states=None,
             query_rotary_emb=rotary_emb,
             attention_mask=mask,
@@ -232,10 +225,10 @@ class _Stream:
             modulations = (Modulation(self._own(SCALE_TEXT), self._own(SHIFT_TEXT)),)
         return self._waiting(self.norms[1], modulations)
 
-    def text_attention(self, normed: torch.Tensor, text: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def text_attention(self, text: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Attention to the text; the result is modulated in LTX-2.3 and later."""
         self.branch = self.attentions[1](
-            normed, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask
+            self.normed[0], encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask
         )
         self.gate = self._own(GATE_TEXT) if self.modulates_text_query else None
 
@@ -251,24 +244,44 @@ class _Stream:
         )
         return self._waiting(self.norms[2], modulations)
 
+    def meet(
+        self,
+        other: _Stream,
+        which: int,
+        rotary_emb: Rotary | None,
+        other_rotary_emb: Rotary | None,
+        mask: torch.Tensor | None,
+    ) -> None:
+        """Attention to the other modality, of both modalities' normed tensors of that number."""
+        self.branch = self.attentions[2](
+            self.normed[which],
+            encoder_hidden_states=other.normed[which],
+            query_rotary_emb=rotary_emb,
+            key_rotary_emb=other_rotary_emb,
+            attention_mask=mask,
+        )
+        self.gate = self.meeting_gate
+
     def before_feed_forward(self) -> Residual:
         """Norm, modulation."""
         return self._waiting(self.norms[3], (Modulation(self._own(SCALE_FF), self._own(SHIFT_FF)),))
 
-    def feed_forward(self, normed: torch.Tensor) -> Residual:
+    def feed_forward(self) -> Residual:
         """Feed-forward, and how it is added: the block's result."""
-        return Residual(self.x, feed_forward(self.fusion, self.ff, normed), self._own(GATE_FF))
+        return Residual(self.x, feed_forward(self.fusion, self.ff, self.normed[0]), self._own(GATE_FF))
 
 
-def _settle(streams: tuple[_Stream, _Stream], first: Residual, second: Residual) -> list[list[torch.Tensor]]:
+def _settle(first: Residual, second: Residual, streams: tuple[_Stream, _Stream]) -> None:
     """Both streams' waiting branches added, then their norms and modulations, in one launch."""
-    settled = []
     for stream, results in zip(streams, streams[0].fusion.residual_norms(first, second), strict=True):
         if stream.branch is not None:
             stream.x, *results = results
             stream.branch = stream.gate = None
-        settled.append(results)
-    return settled
+        stream.normed = results
+
+
+def _nothing() -> None:
+    """In place of an attention that is off."""
 
 
 def _modulated_texts(

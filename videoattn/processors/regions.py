@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree
 
-from videoattn.processors.blocks import hooked
+from videoattn.processors.blocks import LTX2VideoTransformerBlock, blocks_of, hooked
+from videoattn.processors.overlap import CudaLane, Lane, overlapping
 from videoattn.processors.sites import models
 from videoattn.processors.stack import state_of
 from videoattn.timing import recorder
@@ -119,6 +120,7 @@ class ForwardGraphs:
         model: Any,
         max_tokens: int | None,
         captures: Callable[[torch.device], Callable[[], Capture]] = cuda_captures,
+        lane: Lane | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.replays = 0
@@ -126,6 +128,7 @@ class ForwardGraphs:
         self.capture_seconds = 0.0
         self._model = model
         self._captures = captures
+        self._lane = lane
         self._forward = model.forward
         # Whoever asks for the forward's parameters gets those of the model's own.
         self.__signature__ = inspect.signature(self._forward)
@@ -189,7 +192,7 @@ class ForwardGraphs:
             began = perf_counter()
             if self._new_capture is None:
                 self._new_capture = self._captures(device)
-            with recorder.unrecorded():
+            with recorder.unrecorded(), overlapping(self._lane):
                 graph = _Captured(self._forward, leaves, spec, self._new_capture())
             self._graphs[key] = graph
             self.capture_seconds += perf_counter() - began
@@ -218,7 +221,7 @@ class ForwardGraphs:
         return None
 
 
-def cuda_graphs(target: Any, *, max_tokens: int | None = None) -> ForwardGraphs:
+def cuda_graphs(target: Any, *, max_tokens: int | None = None, overlap: bool = False) -> ForwardGraphs:
     """Replay a transformer's forwards as CUDA graphs, one for each set of shapes, dtypes and mask forms.
 
     Of each kind the first forward runs as ever and the second is captured, which launches nothing; later
@@ -229,11 +232,13 @@ def cuda_graphs(target: Any, *, max_tokens: int | None = None) -> ForwardGraphs:
     Args:
         target: a pipeline or a transformer, as for `install()`, on its GPU; its blocks may be compiled.
         max_tokens: forwards of more tokens, batch times sequence, run as ever: launches do not bind them.
+        overlap: in a graph the audio's part of a block runs beside the video's, which takes an LTX-2 model
+            under `install(level="block")` whose blocks are not compiled.
 
     Raises:
         TypeError: `target` is no such model.
         RuntimeError: it is not on a GPU, or is offloaded, cast layer by layer, cached, sharded, compiled as a
-            whole, or has graphs already.
+            whole, or has graphs already; or `overlap` where blocks cannot.
     """
     model, _ = models(target)
     if isinstance(vars(model).get("forward"), ForwardGraphs):
@@ -249,7 +254,22 @@ def cuda_graphs(target: Any, *, max_tokens: int | None = None) -> ForwardGraphs:
     if getattr(model, "_parallel_config", None) is not None:
         raise RuntimeError("CUDA graphs of a model that enable_parallelism() sharded are not supported")
     _refuse_hooks(model)
-    return ForwardGraphs(model, max_tokens)
+    lane = None
+    if overlap:
+        require_overlap(model)
+        lane = CudaLane(next(model.parameters()).device)
+    return ForwardGraphs(model, max_tokens, lane=lane)
+
+
+def require_overlap(model: Any) -> None:
+    """Raise RuntimeError for a model whose blocks do not run their modalities side by side."""
+    blocks = blocks_of(model)
+    if not all(isinstance(block, LTX2VideoTransformerBlock) for block in blocks):
+        raise RuntimeError("overlap takes an LTX-2 model's fused blocks: install(level='block') before it")
+    if any(block._compiled_call_impl is not None for block in blocks):
+        raise RuntimeError(
+            "overlap takes blocks that are not compiled: do without compile_blocks() or overlap"
+        )
 
 
 def _refuse_hooks(model: torch.nn.Module) -> None:
