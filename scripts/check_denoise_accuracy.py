@@ -186,8 +186,10 @@ def main(arguments: list[str]) -> int:
             pipe = load_pipeline(torch_dtype=dtype).to(device)
             pipe.set_progress_bar_config(disable=True)
             prompt = encoded(pipe)
+            # The demo model has no audio to overlap with.
+            mute = (*names[:2], names[2].removesuffix("+overlap"))
             report["clips"] = compare(
-                pipe.transformer, lambda seed: clip(pipe, prompt, seed, options.demo_steps), names, seeds, 1.0
+                pipe.transformer, lambda seed: clip(pipe, prompt, seed, options.demo_steps), mute, seeds, 1.0
             )
             passed &= print_rows("clips of the demo model, frames", report["clips"])
             del pipe
