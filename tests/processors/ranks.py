@@ -22,9 +22,13 @@ class Ranks:
         self._folder = folder
         self._backend = backend
         self._checks = 0
-        # The server imports once, and the ranks fork from it.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "tests.processors.parallel_checks"])
+        if backend == "nccl":
+            # Importing diffusers asks for accelerators, after which CUDA refuses to start in a fork.
+            context = multiprocessing.get_context("spawn")
+        else:
+            # The server imports once, and the ranks fork from it.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__, "tests.processors.parallel_checks"])
         self._workers = []
         for _ in range(count):
             ours, theirs = context.Pipe()
@@ -66,15 +70,16 @@ def _serve(pipe: Connection) -> None:
             check, arguments, rank, ranks, store, backend = pipe.recv()
         except EOFError:
             return
-        device = torch.device("cuda", rank) if backend == "nccl" else None
-        if device is not None:
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device
-        )
         try:
+            device = torch.device("cuda", rank) if backend == "nccl" else None
+            if device is not None:
+                torch.cuda.set_device(device)
+            dist.init_process_group(
+                backend, init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device
+            )
             pipe.send((True, check(*arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -194,6 +194,16 @@ def test_model_offload_needs_a_gpu(ltx_folder):
         load(ltx_folder, offload="model")
 
 
+def test_parts_that_a_render_never_calls_are_not_loaded(ltx2_folder, tmp_path):
+    folder = copy(ltx2_folder, tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"prompt_enhancer": ["transformers", "Gemma3ForConditionalGeneration"]}
+    index |= {"duration_head": ["ltx2", "LTX2DurationHead"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    pipe = load(folder)[0].pipe
+    assert (pipe.prompt_enhancer, pipe.duration_head) == (None, None)
+
+
 def test_tiling_is_on_where_asked(ltx_folder):
     assert load(ltx_folder, vae_tiling=True)[0].pipe.vae.use_tiling
     assert load(ltx_folder, offload="group")[0].pipe.vae.use_tiling

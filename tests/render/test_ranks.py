@@ -193,7 +193,7 @@ def test_two_ranks_render_the_clip_of_one(ltx2_folder, tmp_path):
         "render",
         "a red ball",
         *("--model", ltx2_folder, *TINY, "--crf", "0", "--seed", "5"),
-        *("--context-parallel", "ulysses:2"),
+        *("--context-parallel", "ulysses:2", "--device", "cpu"),
         *("-o", "two.mp4", "--timing", "two.jsonl"),
         cwd=tmp_path,
     )
@@ -218,6 +218,7 @@ def started(folder: Path, cwd: Path):
     """A clip that would take for ever, once its first rank works; also the processes of its ranks."""
     process = start(
         *("render", "x", "--model", folder, *TINY[:-1], "1000", "--context-parallel", "ring:2"),
+        *("--device", "cpu"),
         *("-o", "new/clip.mp4"),
         cwd=cwd,
     )
@@ -289,7 +290,7 @@ def test_started_by_torchrun_it_joins(ltx_folder, tmp_path):
     job = RenderJob(prompt="a red ball", model=str(ltx_folder), **SETTINGS)
     render(job, output=tmp_path / "one.mp4", device="cpu")
     arguments = ["render", "a red ball", "--model", str(ltx_folder), *TINY, "--crf", "0", "-o", "two.mp4"]
-    arguments.append("--context-parallel")
+    arguments += ["--device", "cpu", "--context-parallel"]
     assert under_torchrun([*arguments, "ring:2"], tmp_path, 2) == [0, 0]
     assert psnr(frames_of(tmp_path / "two.mp4"), frames_of(tmp_path / "one.mp4")) > 60
     assert (tmp_path / "out0").read_text().split() == ["two.mp4"]

@@ -2,13 +2,14 @@
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 
 import av
 import pytest
 import torch
 
 from tests.render.fixtures import SIZE
-from videoattn.render import metadata
+from videoattn.render import devices, metadata
 from videoattn.render.errors import RenderError
 from videoattn.render.files import StagedFiles
 from videoattn.render.job import RenderJob
@@ -208,6 +209,49 @@ def test_compiled_blocks_give_the_same_clip(folder, request, tmp_path):
                 frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode(video=0)
             ]
     assert max(abs(a - b).max() for a, b in zip(*frames.values(), strict=True)) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [{"dtype": "fp8"}, {"offload": "group"}], ids=str)
+def test_what_moves_or_casts_weights_goes_with_compiled_blocks(ltx_folder, values, tmp_path):
+    clips = []
+    for more in ({}, values, {**values, "compile": True}):
+        torch.compiler.reset()
+        result = render(job(ltx_folder, crf=0, **more), output=tmp_path / "clip.mp4")
+        with av.open(str(result.path)) as container:
+            clips.append([frame.to_ndarray(format="rgb24").astype(int) for frame in container.decode()])
+    fp32, plain, compiled = clips
+
+    def most(ours, theirs):
+        return max(abs(a - b).max() for a, b in zip(ours, theirs, strict=True))
+
+    # A compiler rounds elsewhere, which costs no more than the dtype itself.
+    assert most(compiled, plain) <= max(3, most(plain, fp32))
+
+
+def test_everything_runs_with_the_device_current(ltx_folder, tmp_path, monkeypatch):
+    """As CUDA's streams and events need it, on machines of several GPUs."""
+    inside, at = [], []
+
+    @contextmanager
+    def current(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    class Where(Log):
+        def phase(self, name, total):
+            super().phase(name, total)
+            at.append((name, list(inside)))
+
+    monkeypatch.setattr("videoattn.render.run.current", current)
+    renderer = Renderer(device="cpu")
+    prepared = renderer.check(job(ltx_folder))
+    renderer.prepare([prepared], Where())
+    renderer.render(prepared, output=tmp_path / "clip.mp4", progress=Where())
+    assert {name for name, _ in at} >= {"load_model", "encode_prompt", "denoise", "decode"}
+    assert all(where == [torch.device("cpu")] for _, where in at)
+    assert devices.current(torch.device("cuda:1")).idx == 1
 
 
 def test_staged_files_appear_together(tmp_path):

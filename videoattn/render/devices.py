@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from videoattn.dispatch import KINDS, AttentionCall, KernelUnavailable, choose, device_capability
@@ -24,6 +26,11 @@ def pick_device(name: str | None = None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"no device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
     return device
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU this thread's current one inside the block: streams and events are made on that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def pick_dtype(name: str, device: torch.device) -> str:

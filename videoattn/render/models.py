@@ -33,6 +33,8 @@ from videoattn.render.weights import require_complete, require_intact, tensor_na
 FP8_STORAGE = torch.float8_e4m3fn
 # In bf16 the bandwidth-extending vocoder of LTX-2.3 is off by a third; both parts are small.
 FP32_PARTS = ("audio_vae", "vocoder")
+# Whole models that write prompts and guess durations, which a render does itself or not at all.
+UNUSED_PARTS = ("prompt_enhancer", "duration_head")
 CHECKED_PARTS = ("transformer", "vae", "connectors", "audio_vae", "vocoder")
 
 
@@ -96,6 +98,7 @@ def _download(source: Source, local_files_only: bool) -> Source:
                 revision=source.revision,
                 use_safetensors=True,
                 local_files_only=local_files_only,
+                **dict.fromkeys(UNUSED_PARTS),
             )
         except OSError as error:
             raise RenderError(f"cannot load {source.hub_id}: {first_line(error)}") from None
@@ -109,6 +112,7 @@ def _pipeline(source: Source, info: ModelInfo, job: RenderJob, local_files_only:
         dtypes = {"default": dtype, **dict.fromkeys(FP32_PARTS, torch.float32)}
     parts = _checkpoint_parts(source, info, dtype, local_files_only) if source.checkpoint else {}
     cls = LTX2Pipeline if info.family == "ltx2" else LTXPipeline
+    parts |= dict.fromkeys(set(UNUSED_PARTS) & set(cls._optional_components))
     where = source.folder
     if source.checkpoint is not None and source.hub_id is not None:
         where = source.hub_id

@@ -17,7 +17,7 @@ from videoattn.processors.regions import compile_blocks, cuda_graphs
 from videoattn.render import clip as clips
 from videoattn.render import metadata, models, recipes
 from videoattn.render.checks import Prepared, check, check_places, expected_bytes
-from videoattn.render.devices import device_name, pick_device, pick_dtype, require_kernels
+from videoattn.render.devices import current, device_name, pick_device, pick_dtype, require_kernels
 from videoattn.render.errors import RenderError
 from videoattn.render.fast import NOTHING, Fast, fast
 from videoattn.render.files import StagedFiles, require_space, unused_name, write_failed
@@ -108,10 +108,10 @@ class Renderer:
         """Load the first job's model and encode the prompts of all jobs that share it."""
         jobs = [self._with_dtype(each) for each in jobs]
         if jobs:
-            ready = self._load(jobs[0], progress or Silent())
-            self._encode(
-                ready, [each.job for each in jobs if _key(each.job) == ready.key], progress or Silent()
-            )
+            listener = progress or Silent()
+            with current(self.device):
+                ready = self._load(jobs[0], listener)
+                self._encode(ready, [each.job for each in jobs if _key(each.job) == ready.key], listener)
 
     def render(
         self,
@@ -138,7 +138,7 @@ class Renderer:
         output = output or unused_name(job.prompt, job.seed)
         check_places(output, poster=poster, preview=preview, timing=timing)
 
-        with StagedFiles() as files, _device_memory(lambda: clock.stage):
+        with StagedFiles() as files, current(self.device), _device_memory(lambda: clock.stage):
             clock = _Clock(listener)
             staged = {
                 place: files.stage(place) for place in (poster, preview, timing, output) if place is not None
@@ -196,7 +196,7 @@ class Renderer:
         """Take part in a clip that the first of the parallel ranks renders and writes."""
         prepared = self.check(job)
         clock = _Clock(Silent())
-        with _device_memory(lambda: clock.stage):
+        with current(self.device), _device_memory(lambda: clock.stage):
             require_kernels(prepared, self.device, ())
             ready = self._load(prepared, clock)
             self._encode(ready, [prepared.job], clock)
@@ -249,7 +249,9 @@ class Renderer:
             ready.loaded, job, self.parallel, level=setup.level, under_compile=setup.under_compile
         )
         if job.compile or setup.compile:
-            compile_blocks(ready.loaded.pipe, fullgraph=not perturbs(job))
+            # What casts or fetches weights around a layer's forward cannot be traced.
+            whole = not perturbs(job) and job.dtype != "fp8" and job.offload != "group"
+            compile_blocks(ready.loaded.pipe, fullgraph=whole)
         if setup.graph_tokens:
             ready.graphs = cuda_graphs(ready.loaded.pipe, max_tokens=setup.graph_tokens)
         regions = replace(setup, compile=job.compile or setup.compile).regions
