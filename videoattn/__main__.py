@@ -1,6 +1,6 @@
 """`python -m videoattn` is the command `videoattn`."""
 
-from videoattn.cli import main
+from videoattn.command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

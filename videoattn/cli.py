@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 from cyclopts import ValidationError as CycloptsValidationError
 from pydantic import ValidationError
 from rich.console import Console
@@ -89,7 +89,8 @@ def render(
     from videoattn.render.files import StagedFiles, unused_name
     from videoattn.render.settings import work
 
-    prepared = check(job, local_files_only=local_files_only, warn=_ignore if silent else _warn)
+    with _names_the_clip(from_, job, settings):
+        prepared = check(job, local_files_only=local_files_only, warn=_ignore if silent else _warn)
     degrees = None if context_parallel is None else parse_degrees(context_parallel, prepared.info)
     if from_ is not None and not silent:
         _warn_of_another_image(from_, prepared.image_sha256)
@@ -178,7 +179,9 @@ def show(clip: Path, /, *, json: bool = False) -> None:
     for name, value in description["job"].items():
         if value is not None and value not in ("", []):
             table.add_row(name, Text(", ".join(map(str, value)) if isinstance(value, list) else str(value)))
-    table.add_row("device", Text(str(description.get("device"))))
+    for name in ("context_parallel", "fast", "device"):
+        if description.get(name):
+            table.add_row(name, Text(str(description[name])))
     table.add_row("versions", Text(", ".join(f"{k} {v}" for k, v in description["versions"].items())))
     for kind, choice in (description.get("receipt") or {}).items():
         table.add_row(kind, Text(choice["kernel"]))
@@ -303,6 +306,23 @@ def _warn_of_another_image(clip: Path, sha256: str | None) -> None:
         _warn(f"the image is not the one that {clip} was rendered from")
 
 
+@contextmanager
+def _names_the_clip(clip: Path | None, job: RenderJob, settings: RenderJob) -> Iterator[None]:
+    """Say of a file or model that is not there that the clip, and not the user, named it."""
+    from videoattn.render.metadata import PLACES
+
+    try:
+        yield
+    except UsageError as error:
+        for name in PLACES:
+            value = getattr(job, name)
+            if clip and value and value in str(error) and name not in settings.model_fields_set:
+                raise UsageError(
+                    f"{error} (the {name} that {clip} names; give another by --{name})"
+                ) from None
+        raise
+
+
 def _check_arms(arms: tuple[str, ...]) -> None:
     from videoattn.kernels import NAMES
 
@@ -325,6 +345,13 @@ def _complain(name: str, text: str) -> None:
 
 
 def _usage_message(error: CycloptsError) -> str:
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        words = " ".join(error.unused_tokens)
+        return f"unexpected '{words}': text of several words, such as a prompt, goes in quotes"
+    if isinstance(error, UnknownOptionError):
+        text = error.token.keyword or error.token.value
+        if " " in text:
+            return f"unknown option '{text}': a prompt that begins with a dash goes in as --prompt=\"{text}\""
     cause = error.__cause__
     if isinstance(error, CycloptsValidationError) and isinstance(cause, ValidationError):
         return explain(cause)
@@ -350,6 +377,7 @@ def guarded(command: App, tokens: list[str], name: str) -> int:
     previous = signal.signal(signal.SIGTERM, _on_terminate)
     try:
         returned = command(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
         return returned if isinstance(returned, int) else 0
     except CycloptsError as error:
         _complain(name, _usage_message(error))
@@ -363,8 +391,13 @@ def guarded(command: App, tokens: list[str], name: str) -> int:
     except _Terminated:
         _complain(name, "terminated, nothing unfinished is left")
         return TERMINATED
-    except BrokenPipeError:
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # What the interpreter flushes at its end must go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            _complain(name, f"cannot write the output: {error.strerror or error}")
         return FAILURE
     finally:
         signal.signal(signal.SIGTERM, previous)

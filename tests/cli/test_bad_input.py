@@ -1,12 +1,14 @@
 """Whatever a user gets wrong: one clear line, status 2 or 1, nothing left behind."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli.command import TINY, complaint, run
+from tests.cli.command import TINY, complaint, environment, run
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +62,11 @@ USAGE = {
     "odd poster": (["--poster", "p.jpg"], "a poster's name ends in .png"),
     "same name twice": (["--timing", "clip.mp4"], "two outputs have the same name"),
     "unwritable poster": (["--poster", "text.txt/p.png"], "cannot write text.txt/p.png"),
+    "unquoted prompt": (["circle", "moving"], "unexpected 'circle moving': text of several words"),
+    "prompt with a dash": (["-a red ball"], 'goes in as --prompt="-a red ball"'),
+    "prompt in another encoding": (["--negative-prompt", "a \udcff"], "a prompt is UTF-8 text"),
+    "empty model": (["--model", ""], "unknown model ''"),
+    "overlong name": (["-o", "n" * 300 + ".mp4"], "file name too long"),
     "no such clip": (["--from", "none.mp4"], "no such clip: none.mp4"),
 }
 
@@ -166,3 +173,47 @@ def test_disk_full(place, ltx_folder):
     assert "cannot write small/clip.mp4: the disk is full" in complaint(result)
     assert result.returncode == 1
     assert tree(place) == before
+
+
+def test_out_of_memory(place, ltx_folder):
+    before = tree(place)
+    size = ["--width", "64000", "--height", "64000", "--num-frames", "9", "--num-inference-steps", "2"]
+    # A limit of its own, or a machine with very much memory would go on.
+    limit = ["prlimit", f"--as={16 << 30}"]
+    arguments = ["--model", ltx_folder, *size, "-o", "clip.mp4", "--device", "cpu"]
+    result = run("render", "x", *arguments, cwd=place, before=limit)
+    assert "out of memory in stage denoise: try --vae-tiling, a smaller size" in complaint(result)
+    assert result.returncode == 1
+    assert tree(place) == before
+
+
+def test_a_full_disk_behind_standard_output(place):
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "videoattn", "doctor"],
+            cwd=place,
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert process.stderr.splitlines() == ["videoattn: cannot write the output: No space left on device"]
+    assert process.returncode == 1
+
+
+def test_what_a_clip_names_and_is_gone(place, ltx_folder):
+    """The clip is said to name it, and its own places hold from every folder."""
+    shutil.copytree(ltx_folder, place / "models" / "ltx")
+    made = run("render", "x", "--model", "models/ltx", *TINY, "-o", "clip.mp4", cwd=place)
+    assert made.returncode == 0, made.stderr
+    elsewhere = place / "elsewhere"
+    elsewhere.mkdir()
+    again = run("render", "--from", "../clip.mp4", "-o", "again.mp4", cwd=elsewhere)
+    assert again.returncode == 0, again.stderr
+    assert (elsewhere / "again.mp4").read_bytes() == (place / "clip.mp4").read_bytes()
+    (place / "models" / "ltx").rename(place / "models" / "moved")
+    gone = run("render", "--from", "../clip.mp4", "-o", "third.mp4", cwd=elsewhere)
+    assert "(the model that ../clip.mp4 names; give another by --model)" in complaint(gone)
+    assert gone.returncode == 2
+    moved = run("render", "--from", "../clip.mp4", "--model", "../nope", "-o", "third.mp4", cwd=elsewhere)
+    assert "../clip.mp4" not in complaint(moved)

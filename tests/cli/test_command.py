@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
@@ -133,6 +134,22 @@ def test_an_interrupted_render_leaves_nothing(ltx_folder, tmp_path, number, code
     assert process.returncode == code
     assert "nothing unfinished is left" in complaint(result)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_moment_of_the_start_is_one_line(tmp_path):
+    """Imports take the first seconds; only the interpreter's own first moments answer in its way."""
+    started = time.monotonic()
+    assert run("doctor", cwd=tmp_path).returncode == 0
+    whole = time.monotonic() - started
+    for share in (0.1, 0.2, 0.4, 0.6):
+        process = start("doctor", cwd=tmp_path)
+        while "/site-packages/" not in Path(f"/proc/{process.pid}/maps").read_text():
+            time.sleep(0.001)
+        time.sleep(share * whole)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert err.splitlines() in (["videoattn: interrupted, nothing unfinished is left"], []), err
 
 
 @pytest.mark.slow

@@ -32,9 +32,9 @@ class StagedFiles:
 
         Raises UsageError if nothing can be written there.
         """
-        if place.is_dir():
-            raise UsageError(f"cannot write {place}: it is a folder, name a file in it")
         try:
+            if place.is_dir():
+                raise UsageError(f"cannot write {place}: it is a folder, name a file in it")
             self._make_parents(place.parent)
             temporary = place.parent / f".{place.name}.{secrets.token_hex(4)}.part"
             with open(temporary, "xb"):

@@ -190,6 +190,10 @@ class RenderJob(BaseModel):
     def _strip(cls, value: str) -> str:
         if "\x00" in value:
             raise ValueError("a prompt cannot contain a NUL character")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError("a prompt is UTF-8 text, and this one has bytes that are not") from None
         return value.strip()
 
     @property

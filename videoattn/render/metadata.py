@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from videoattn.version import __version__
 
 PACKAGES = ("torch", "diffusers", "transformers", "av")
 SCHEMA = 1
+# Settings that may name a file or folder; a model may also be the one in this package.
+PLACES = ("model", "components", "upsampler", "image")
+DEMO = "demo"
 
 
 def versions() -> dict[str, str]:
@@ -30,12 +34,29 @@ def describe(job: RenderJob, *, device: str, receipt: dict[str, Any] | None, **m
     """Everything recorded with a clip; the same for every run of one job on one machine."""
     return {
         "videoattn": SCHEMA,
-        "job": job.model_dump(mode="json"),
+        "job": _rooted(job).model_dump(mode="json"),
         **{name: value for name, value in more.items() if value is not None},
         "device": device,
         "versions": versions(),
         "receipt": receipt,
     }
+
+
+def _rooted(job: RenderJob) -> RenderJob:
+    """The job with whole paths, so that the clip can be rendered again from another folder."""
+
+    def whole(text: str | None) -> str | None:
+        if not text or text == DEMO:
+            return text
+        path = Path(text).expanduser()
+        return os.path.abspath(path) if path.exists() else text
+
+    update: dict[str, Any] = {name: whole(getattr(job, name)) for name in PLACES}
+    update["lora"] = tuple(
+        f"{whole(lora.source)}{entry[len(lora.source) :]}"
+        for entry, lora in zip(job.lora, job.loras, strict=True)
+    )
+    return job.model_copy(update=update)
 
 
 def tags(description: dict[str, Any]) -> dict[str, str]:

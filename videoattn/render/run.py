@@ -138,7 +138,7 @@ class Renderer:
         output = output or unused_name(job.prompt, job.seed)
         check_places(output, poster=poster, preview=preview, timing=timing)
 
-        with StagedFiles() as files, current(self.device), _device_memory(lambda: clock.stage):
+        with StagedFiles() as files, current(self.device), _memory(self.device, lambda: clock.stage):
             clock = _Clock(listener)
             staged = {
                 place: files.stage(place) for place in (poster, preview, timing, output) if place is not None
@@ -196,7 +196,7 @@ class Renderer:
         """Take part in a clip that the first of the parallel ranks renders and writes."""
         prepared = self.check(job)
         clock = _Clock(Silent())
-        with current(self.device), _device_memory(lambda: clock.stage):
+        with current(self.device), _memory(self.device, lambda: clock.stage):
             require_kernels(prepared, self.device, ())
             ready = self._load(prepared, clock)
             self._encode(ready, [prepared.job], clock)
@@ -332,13 +332,21 @@ def _write_log(recording: Any, path: Path, place: Path) -> None:
 
 
 @contextmanager
-def _device_memory(stage: Callable[[], str]) -> Iterator[None]:
+def _memory(device: torch.device, stage: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
         raise RenderError(
             f"out of GPU memory in stage {stage()}: try --offload model or group, --vae-tiling, a smaller "
             "size or fewer frames"
+        ) from None
+    except (MemoryError, RuntimeError) as error:
+        # torch's CPU allocator has no exception of its own.
+        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        tiled = "--vae-tiling, " if device.type == "cpu" else ""
+        raise RenderError(
+            f"out of memory in stage {stage()}: try {tiled}a smaller size or fewer frames"
         ) from None
 
 

@@ -74,7 +74,7 @@ def find(job: RenderJob, *, local_files_only: bool = False) -> Source:
         except FileNotFoundError as error:
             raise RenderError(first_line(error)) from None
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return Source(text, path)
     if path.suffix in {".ckpt", ".pt", ".pth", ".bin"}:
         raise UsageError(f"cannot load {text}: weights must be safetensors, pickled files can run code")
@@ -226,5 +226,8 @@ def _json(path: Path, missing: str) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type where it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an exception's message, with what its colon announces; its type if it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__
