@@ -254,6 +254,65 @@ def test_calls_of_a_worker_thread_are_recorded():
     assert places == [(forward, layer) for forward in range(20) for layer in range(4)]
 
 
+class Capture(threading.Thread):
+    """Another thread that captures a graph for as long as a `with` block lasts, and then makes a call."""
+
+    def __init__(self):
+        super().__init__()
+        self._inside, self._end = threading.Event(), threading.Event()
+
+    def run(self):
+        with recorder.unrecorded():
+            self._inside.set()
+            self._end.wait()
+            videoattn.attention(*tensors())
+        videoattn.attention(*tensors())
+
+    def __enter__(self):
+        self.start()
+        self._inside.wait()
+
+    def __exit__(self, *_):
+        self._end.set()
+        self.join()
+
+
+def test_a_recording_that_ends_during_another_threads_capture_is_not_put_back():
+    capture = Capture()
+    with videoattn.record_timing() as recording:
+        capture.__enter__()
+    capture.__exit__()
+    assert recorder.active() is None
+    videoattn.attention(*tensors())
+    with videoattn.record_timing():
+        pass
+    assert recording.rows == []
+
+
+def test_a_recording_that_starts_during_another_threads_capture_goes_on_after_it():
+    capture = Capture()
+    capture.__enter__()
+    with videoattn.record_timing() as recording:
+        capture.__exit__()
+        assert recorder.active() is recording
+        videoattn.attention(*tensors())
+    # The thread's own call after its capture, and this one.
+    assert len(recording.rows) == 2
+
+
+def test_a_capture_keeps_its_own_threads_calls_out_alone():
+    with videoattn.record_timing() as recording:
+        with Capture():
+            videoattn.attention(*tensors())
+            assert recorder.active() is recording
+        with recorder.unrecorded():
+            with recorder.unrecorded():
+                videoattn.attention(*tensors())
+            videoattn.attention(*tensors())
+        videoattn.attention(*tensors())
+    assert len(recording.rows) == 3
+
+
 def test_a_failed_run_writes_nothing_and_frees_the_place(tmp_path):
     path = tmp_path / "t.jsonl"
 

@@ -48,20 +48,26 @@ _active: Recording | None = None
 _activation = threading.Lock()
 
 
+class _Thread(threading.local):
+    unrecorded = False
+
+
+_thread = _Thread()
+
+
 def active() -> CallRecorder | None:
-    """The recording in progress, None outside one."""
-    return _active
+    """The recording in progress that this thread's calls go to, None outside one."""
+    return None if _thread.unrecorded else _active
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Keep calls of the block out of the recording: a capture launches nothing that could be timed."""
-    global _active
-    before, _active = _active, None
+    """Keep this thread's calls out of the recording: a capture launches nothing that could be timed."""
+    before, _thread.unrecorded = _thread.unrecorded, True
     try:
         yield
     finally:
-        _active = before
+        _thread.unrecorded = before
 
 
 class Recording:
