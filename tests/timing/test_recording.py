@@ -5,8 +5,10 @@ import threading
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 
 import videoattn
+from tests.pipelines import ltx_inputs, ltx_transformer
 from videoattn.attention import attend
 from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
 from videoattn.kernels import flash3, sdpa
@@ -51,6 +53,24 @@ def test_outside_a_recording_nothing_is_recorded():
     assert recorder.active() is None
     videoattn.attention(*tensors())
     assert recording.rows == []
+
+
+@pytest.mark.parametrize("compare", ["", "sdpa"])
+def test_a_cache_that_skips_blocks_shifts_no_later_steps_rows(compare):
+    model, call = ltx_transformer(layers=3), ltx_inputs((20,))
+    handle = videoattn.install(model)
+    model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+    with torch.no_grad(), videoattn.record_timing(compare=compare) as recording:
+        for clip in "ab":
+            recording.enter(clip=clip, stage="denoise", layers=handle.layers)
+            model._reset_stateful_cache()
+            for step in range(3):
+                recording.step = step
+                with model.cache_context("cond"):
+                    model(**call)
+    assert [(row.step, row.forward, row.layer) for row in recording.rows if row.kind == "video_self"] == [
+        *((0, 0, layer) for layer in range(3)), (1, 1, 0), (2, 2, 0),
+    ] * 2  # fmt: skip
 
 
 def test_stages_and_clips_follow_each_other():

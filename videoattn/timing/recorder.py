@@ -149,7 +149,8 @@ class Recording:
             clip: the clip's name; by default the clip of the stage before.
             stage: the stage's name, for example `denoise`.
             layers: calls of each kind in one forward, as an install handle gives them; without it layer and
-                forward stay unknown. By default those of the stage before.
+                forward stay unknown. By default those of the stage before. Blocks left out whole shift the
+                layers and forwards of later calls of their step.
             around: what runs otherwise than in diffusers besides the calls, for the log's head.
         """
         before = self._running()
@@ -265,7 +266,7 @@ class Recording:
 
     def _place(self, stage: Stage, call: AttentionCall) -> Place:
         with self._lock:
-            return stage.places.next(call.kind)
+            return stage.places.next(call.kind, self.step)
 
     def _slots(self, stage: Stage, device: torch.device) -> Slots:
         slots = stage.slots.get(device)
