@@ -127,7 +127,7 @@ class Chooser:
 
     # `again` is replaced and never cleared: a call under way in another thread keeps to the old one.
     def __init__(self) -> None:
-        self._choices: dict[tuple[AttentionCall, str], Choice] = {}
+        self._choices: dict[tuple, Choice] = {}
         self._bound: dict[tuple, Bound] = {}
         self.again = Again()
 
@@ -137,10 +137,11 @@ class Chooser:
         `requested` is a kernel's name or `auto`. A named kernel is bound, with a warning if it has not passed
         its self-check, or `KernelUnavailable` is raised; `auto` takes the first of `AUTO_ORDER` that supports
         the call and has passed its self-check.
-        Verdicts are cached; `choose.cache_clear()` after a kernel was built or verified.
+        Verdicts are cached, apart for each precision of fp32 products, which the reference looks at;
+        `choose.cache_clear()` after a kernel was built or verified.
         """
         # Asking a kernel whether it is trusted reads a file, and no verdict depends on where a call sits.
-        key = (replace(call, kind=None), requested)
+        key = (replace(call, kind=None), requested, torch.backends.cuda.matmul.fp32_precision)
         choice = self._choices.get(key)
         if choice is None:
             choice = _choose(call, requested)
@@ -168,6 +169,8 @@ class Chooser:
             return_lse,
             requested,
             kind,
+            # Asked on every call, so only for the one kernel that is refused for it.
+            requested == "reference" and torch.backends.cuda.matmul.fp32_precision,
         )
         bound = self._bound.get(key)
         if bound is None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from peft import LoraConfig
 
 import videoattn
@@ -15,6 +19,7 @@ from tests.pipelines import (
     ltx_inputs,
     ltx_transformer,
 )
+from videoattn.dispatch import choose
 from videoattn.processors import regions
 from videoattn.timing import record_timing, recorder
 from videoattn.timing.report import summarise
@@ -39,8 +44,21 @@ class Rerun:
             old.copy_(new)
 
 
-def graphs_of(model, max_tokens=None):
-    return regions.ForwardGraphs(model, max_tokens, lambda device: Rerun)
+class Frozen:
+    """What a CUDA graph does with Python: none of it runs again. For inputs that stay the same."""
+
+    def record(self, run):
+        self._outputs = run()
+        self._recorded = [output.clone() for output in self._outputs]
+        return self._outputs
+
+    def replay(self):
+        for output, recorded in zip(self._outputs, self._recorded, strict=True):
+            output.copy_(recorded)
+
+
+def graphs_of(model, max_tokens=None, capture=Rerun):
+    return regions.ForwardGraphs(model, max_tokens, lambda device: capture)
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +120,64 @@ def test_install_and_uninstall_do_not_replay_each_others_graphs():
     model(**call)
     assert graphs.captured == 2
     assert graphs.replays == 4
+
+
+def test_equal_installs_share_graphs_and_do_not_outlive_themselves():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    graphs = graphs_of(model, capture=Frozen)
+    gone = []
+    for _ in range(3):
+        with videoattn.install(model, level="block"):
+            gone.append(weakref.ref(vars(model)["_videoattn_installs"].layers[0]))
+            for _ in range(2):
+                model(**call)
+    gc.collect()
+    assert [layer() for layer in gone] == [None] * 3
+    assert (graphs.captured, graphs.replays) == (1, 5)
+
+
+def test_installs_that_differ_do_not_share_graphs():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    graphs = graphs_of(model)
+    installs = (
+        {},
+        {"kernels": "sdpa"},
+        {"kernels": {"video_text": "reference"}},
+        {"kernels": {"video_self": "reference"}},
+        {"level": "attention"},
+        {"level": "attention", "under_compile": "torch"},
+        {"level": "block"},
+    )
+    for number, how in enumerate(installs):
+        with videoattn.install(model, **how):
+            for _ in range(2):
+                model(**call)
+        assert graphs.captured == number + 1
+
+
+def test_a_strangers_processor_hides_no_change_of_the_blocks():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    graphs = graphs_of(model)
+    handle = videoattn.install(model, level="block")
+    model.set_attn_processor(LTXVideoAttnProcessor())
+    for _ in range(2):
+        model(**call)
+    handle.uninstall()
+    model(**call)
+    assert (graphs.captured, graphs.replays) == (1, 1)
+
+
+def test_what_auto_chose_is_captured_anew_when_it_may_choose_otherwise():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    videoattn.install(model)
+    graphs = graphs_of(model)
+    for captured in (0, 1, 1):
+        model(**call)
+        assert graphs.captured == captured
+    choose.cache_clear()
+    for captured in (0, 1):
+        model(**call)
+        assert graphs.captured == captured
 
 
 def test_what_no_graph_may_hold_runs_plain():

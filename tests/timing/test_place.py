@@ -61,6 +61,29 @@ def test_connectors_are_counted_apart_from_the_blocks():
     forwards(places, 2, 2)
 
 
+def test_blocks_left_out_shift_no_later_step():
+    """FirstBlockCache runs the first block alone where the others would change little."""
+    places = Places(every(4))
+    # One forward a step.
+    for step, whole in enumerate((True, False, False, True, True)):
+        for layer in range(4 if whole else 1):
+            for kind in BLOCK_ORDER:
+                place = places.next(kind, step)
+                assert (place.forward, place.layer) == (step, layer), kind
+
+
+def test_a_steps_forwards_are_counted_on():
+    places = Places({**every(2), "video_connector": 2})
+    for step in range(3):
+        for forward in (2 * step, 2 * step + 1):
+            # Made in every forward here, though connectors belong to no step.
+            assert [places.next("video_connector", step).forward for _ in range(2)] == [forward] * 2
+            for layer in range(2):
+                for kind in BLOCK_ORDER:
+                    place = places.next(kind, step)
+                    assert (place.forward, place.layer) == (forward, layer), kind
+
+
 def test_unknown_layers_leave_the_place_open():
     places = Places({"video_self": 2})
     assert [places.next(kind).index for kind in ("video_text", None, "video_text", None)] == [0, 0, 1, 1]

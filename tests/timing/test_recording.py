@@ -5,8 +5,10 @@ import threading
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 
 import videoattn
+from tests.pipelines import ltx_inputs, ltx_transformer
 from videoattn.attention import attend
 from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
 from videoattn.kernels import flash3, sdpa
@@ -51,6 +53,24 @@ def test_outside_a_recording_nothing_is_recorded():
     assert recorder.active() is None
     videoattn.attention(*tensors())
     assert recording.rows == []
+
+
+@pytest.mark.parametrize("compare", ["", "sdpa"])
+def test_a_cache_that_skips_blocks_shifts_no_later_steps_rows(compare):
+    model, call = ltx_transformer(layers=3), ltx_inputs((20,))
+    handle = videoattn.install(model)
+    model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+    with torch.no_grad(), videoattn.record_timing(compare=compare) as recording:
+        for clip in "ab":
+            recording.enter(clip=clip, stage="denoise", layers=handle.layers)
+            model._reset_stateful_cache()
+            for step in range(3):
+                recording.step = step
+                with model.cache_context("cond"):
+                    model(**call)
+    assert [(row.step, row.forward, row.layer) for row in recording.rows if row.kind == "video_self"] == [
+        *((0, 0, layer) for layer in range(3)), (1, 1, 0), (2, 2, 0),
+    ] * 2  # fmt: skip
 
 
 def test_stages_and_clips_follow_each_other():
@@ -252,6 +272,65 @@ def test_calls_of_a_worker_thread_are_recorded():
             worker.join()
     places = sorted((row.forward, row.layer) for row in recording.rows)
     assert places == [(forward, layer) for forward in range(20) for layer in range(4)]
+
+
+class Capture(threading.Thread):
+    """Another thread that captures a graph for as long as a `with` block lasts, and then makes a call."""
+
+    def __init__(self):
+        super().__init__()
+        self._inside, self._end = threading.Event(), threading.Event()
+
+    def run(self):
+        with recorder.unrecorded():
+            self._inside.set()
+            self._end.wait()
+            videoattn.attention(*tensors())
+        videoattn.attention(*tensors())
+
+    def __enter__(self):
+        self.start()
+        self._inside.wait()
+
+    def __exit__(self, *_):
+        self._end.set()
+        self.join()
+
+
+def test_a_recording_that_ends_during_another_threads_capture_is_not_put_back():
+    capture = Capture()
+    with videoattn.record_timing() as recording:
+        capture.__enter__()
+    capture.__exit__()
+    assert recorder.active() is None
+    videoattn.attention(*tensors())
+    with videoattn.record_timing():
+        pass
+    assert recording.rows == []
+
+
+def test_a_recording_that_starts_during_another_threads_capture_goes_on_after_it():
+    capture = Capture()
+    capture.__enter__()
+    with videoattn.record_timing() as recording:
+        capture.__exit__()
+        assert recorder.active() is recording
+        videoattn.attention(*tensors())
+    # The thread's own call after its capture, and this one.
+    assert len(recording.rows) == 2
+
+
+def test_a_capture_keeps_its_own_threads_calls_out_alone():
+    with videoattn.record_timing() as recording:
+        with Capture():
+            videoattn.attention(*tensors())
+            assert recorder.active() is recording
+        with recorder.unrecorded():
+            with recorder.unrecorded():
+                videoattn.attention(*tensors())
+            videoattn.attention(*tensors())
+        videoattn.attention(*tensors())
+    assert len(recording.rows) == 3
 
 
 def test_a_failed_run_writes_nothing_and_frees_the_place(tmp_path):

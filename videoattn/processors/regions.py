@@ -11,12 +11,15 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch.utils import _pytree
 
+from videoattn.dispatch import choose
 from videoattn.processors.blocks import LTX2VideoTransformerBlock, blocks_of, hooked
 from videoattn.processors.overlap import CudaLane, Lane, overlapping
 from videoattn.processors.sites import models
 from videoattn.processors.stack import state_of
+from videoattn.processors.tree import Tree
 from videoattn.timing import recorder
 
 # Each size and each mask form is a graph of its own; torch's default of 8 would end a long session.
@@ -132,12 +135,11 @@ class ForwardGraphs:
         self._forward = model.forward
         # Whoever asks for the forward's parameters gets those of the model's own.
         self.__signature__ = inspect.signature(self._forward)
-        self._calls = sum(hasattr(m, "get_processor") and hasattr(m, "to_q") for m in model.modules())
+        self._tree = Tree(model)
         self._graphs: dict[Any, _Captured] = {}
         self._seen: set[Any] = set()
-        self._adapters: Any = None
-        self._parameters: list[torch.nn.Parameter] = []
-        self._places: Any = None
+        self._weights: Any = None
+        self._code: Any = None
         self._new_capture: Callable[[], Capture] | None = None
         model.forward = self
 
@@ -158,14 +160,20 @@ class ForwardGraphs:
         self._new_capture = None
 
     def _drop_if_weights_changed(self) -> None:
-        adapters = _adapters(self._model)
-        if adapters != self._adapters or not self._parameters:
-            self._adapters, self._parameters = adapters, list(self._model.parameters())
-        places = adapters, tuple(parameter.data_ptr() for parameter in self._parameters)
-        if places != self._places:
+        if not self._tree.stands():
+            self._tree = Tree(self._model)
+        weights = self._tree.modules, _adapters(self._model, self._tree), self._tree.addresses()
+        if weights != self._weights:
             _refuse_hooks(self._model)
             self._drop()
-            self._places = places
+            self._weights = weights
+
+    def _drop_if_code_changed(self) -> None:
+        # The chooser replaces `again` when it forgets which kernels it chose.
+        code = self._tree.replaced_code(), choose.again
+        if code != self._code:
+            self._drop()
+            self._code = code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A forward: the first of its kind runs plain, the second is captured, the rest replay."""
@@ -175,12 +183,16 @@ class ForwardGraphs:
         reason = self._refusal(arguments)
         if reason is None and whole is not None and whole.compare:
             reason = "shadow arms run beside single calls"
+        if reason is None:
+            self._drop_if_weights_changed()
+            if self._tree.hooked():
+                reason = "a hook is on a module"
         if reason is not None:
             self.plain[reason] += 1
             return self._forward(*args, **kwargs)
-        self._drop_if_weights_changed()
+        self._drop_if_code_changed()
         leaves, spec = _pytree.tree_flatten((args, kwargs))
-        key = _key(leaves, spec, self._model)
+        key = _key(leaves, spec, self._model, self._tree)
         graph = self._graphs.get(key)
         if graph is None and key not in self._seen:
             # What a first run makes, compiled kernels and workspaces, must exist before a capture.
@@ -197,7 +209,8 @@ class ForwardGraphs:
             self._graphs[key] = graph
             self.capture_seconds += perf_counter() - began
         self.replays += 1
-        with nullcontext() if whole is None else whole.forward(device, replayed_calls=self._calls):
+        calls = len(self._tree.attentions)
+        with nullcontext() if whole is None else whole.forward(device, replayed_calls=calls):
             return graph(leaves)
 
     def _refusal(self, arguments: dict[str, Any]) -> str | None:
@@ -226,8 +239,9 @@ def cuda_graphs(target: Any, *, max_tokens: int | None = None, overlap: bool = F
 
     Of each kind the first forward runs as ever and the second is captured, which launches nothing; later
     ones cost one launch. Results are those of the captured kernels, bit for bit. A recording of timings times
-    these forwards whole. Graphs are made anew when weights moved or adapters changed. Their activations live
-    in a memory pool of their own until `release()`.
+    these forwards whole. Graphs are made anew when weights moved, or adapters, modules or processors changed;
+    while a hook is on a module forwards run as ever. Other state that Python code in a forward reads is as it
+    was at capture. Activations of graphs live in a memory pool of their own until `release()`.
 
     Args:
         target: a pipeline or a transformer, as for `install()`, on its GPU; its blocks may be compiled.
@@ -279,21 +293,40 @@ def _refuse_hooks(model: torch.nn.Module) -> None:
             raise RuntimeError(CONFLICT.format(what=where))
 
 
-def _key(leaves: list[Any], spec: Any, model: Any) -> Any:
+def _key(leaves: list[Any], spec: Any, model: Any, tree: Tree) -> Any:
     """What a graph depends on besides the values in its buffers."""
     described = tuple(
         (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     )
-    return described, str(spec), state_of(model), torch.is_autocast_enabled("cuda")
+    return described, str(spec), _calls(model, tree), _switches()
 
 
-def _adapters(model: Any) -> Any:
+def _calls(model: Any, tree: Tree) -> Any:
+    """How the model's calls run now; equal for equal installs, none of which it keeps alive."""
+    state = state_of(model)
+    if not state:
+        return tree.processors()
+    layer, *forms = state
+    return tree.processors(), layer.block_fusion and layer.block_fusion.under_compile, *forms
+
+
+def _switches() -> tuple[Any, ...]:
+    """What is set for the whole process or thread, and decides what operations a forward launches."""
+    autocast = torch.is_autocast_enabled("cuda")
+    return (
+        autocast and torch.get_autocast_dtype("cuda"),
+        torch.backends.cuda.matmul.fp32_precision,
+        _AttentionBackendRegistry.get_active_backend()[0],
+    )
+
+
+def _adapters(model: Any, tree: Tree) -> Any:
     """Which adapters act on the model, with which scales; None without any."""
     if not getattr(model, "peft_config", None):
         return None
     return tuple(
         (id(module), tuple(module.active_adapters), tuple(module.scaling.items()), module.merged)
-        for module in model.modules()
+        for module in tree.modules
         if hasattr(module, "active_adapters") and hasattr(module, "scaling")
     )

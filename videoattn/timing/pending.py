@@ -85,7 +85,7 @@ class Stage:
 
 def _row(stage: Stage, pending: PendingCall, lengths: dict[int, list[int]]) -> CallRow:
     call = pending.call
-    place = pending.place or stage.places.next(call.kind)
+    place = pending.place or stage.places.next(call.kind, pending.step)
     milliseconds, mark = _time(pending.clock, pending.span)
     row = CallRow(
         clip=stage.clip,

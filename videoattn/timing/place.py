@@ -28,6 +28,8 @@ class Places:
 
     `layers` holds the calls of each kind in one forward. A transformer's block starts where the order of its
     calls starts over, so a block that skips a call (STG, isolated modalities) does not shift those after it.
+    A block left out whole (FirstBlockCache, layer skipping) does, for the rest of the step: a call does not
+    know its module, since one processor and one compiled graph serve all blocks. A step starts a forward.
     Calls of other kinds are counted.
     """
 
@@ -37,21 +39,31 @@ class Places:
                 raise ValueError(f"layers[{kind!r}] must be at least 1, got {count}")
         self._layers: dict[str, int] = {**layers}
         self._calls: Counter[str | None] = Counter()
+        # Of the forwards so far, and of those before the step.
+        self._forwards = self._before = 0
+        self._start(None)
+
+    def _start(self, step: int | None) -> None:
+        self._step = step
+        self._before = self._forwards
         self._block = -1
         self._rank = len(BLOCK_ORDER)
 
-    def next(self, kind: str | None) -> Place:
-        """The place of the next call of that kind."""
+    def next(self, kind: str | None, step: int | None = None) -> Place:
+        """The place of the next call of that kind, in that denoising step."""
         index = self._calls[kind]
         self._calls[kind] += 1
-        number = index
-        rank = _RANK.get(kind or "")
-        if rank is not None:
-            if rank <= self._rank:
-                self._block += 1
-            self._rank = rank
-            number = self._block
         layers = self._layers.get(kind or "")
+        rank = _RANK.get(kind or "")
+        if rank is None:
+            return Place(index, None, None) if layers is None else Place(index, *divmod(index, layers))
+        if step != self._step:
+            self._start(step)
+        if rank <= self._rank:
+            self._block += 1
+        self._rank = rank
         if layers is None:
             return Place(index, None, None)
-        return Place(index, number // layers, number % layers)
+        forward, layer = divmod(self._block, layers)
+        self._forwards = max(self._forwards, self._before + forward + 1)
+        return Place(index, self._before + forward, layer)

@@ -48,20 +48,26 @@ _active: Recording | None = None
 _activation = threading.Lock()
 
 
+class _Thread(threading.local):
+    unrecorded = False
+
+
+_thread = _Thread()
+
+
 def active() -> CallRecorder | None:
-    """The recording in progress, None outside one."""
-    return _active
+    """The recording in progress that this thread's calls go to, None outside one."""
+    return None if _thread.unrecorded else _active
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Keep calls of the block out of the recording: a capture launches nothing that could be timed."""
-    global _active
-    before, _active = _active, None
+    """Keep this thread's calls out of the recording: a capture launches nothing that could be timed."""
+    before, _thread.unrecorded = _thread.unrecorded, True
     try:
         yield
     finally:
-        _active = before
+        _thread.unrecorded = before
 
 
 class Recording:
@@ -143,7 +149,8 @@ class Recording:
             clip: the clip's name; by default the clip of the stage before.
             stage: the stage's name, for example `denoise`.
             layers: calls of each kind in one forward, as an install handle gives them; without it layer and
-                forward stay unknown. By default those of the stage before.
+                forward stay unknown. By default those of the stage before. Blocks left out whole shift the
+                layers and forwards of later calls of their step.
             around: what runs otherwise than in diffusers besides the calls, for the log's head.
         """
         before = self._running()
@@ -259,7 +266,7 @@ class Recording:
 
     def _place(self, stage: Stage, call: AttentionCall) -> Place:
         with self._lock:
-            return stage.places.next(call.kind)
+            return stage.places.next(call.kind, self.step)
 
     def _slots(self, stage: Stage, device: torch.device) -> Slots:
         slots = stage.slots.get(device)

@@ -1,0 +1,239 @@
+"""What is changed in a model after a capture: no replay hides it. `Frozen` is the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers import FirstBlockCacheConfig
+from diffusers.guiders import SkipLayerGuidance
+from diffusers.hooks import LayerSkipConfig
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
+from torch.nn.modules.module import register_module_forward_hook
+
+import videoattn
+from tests.pipelines import ltx_inputs, ltx_transformer
+from tests.processors.test_regions import Frozen, equal, graphs_of
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.no_grad():
+        yield
+
+
+def doubled(*arguments):
+    return 2 * arguments[-1]
+
+
+def doubled_input(module, arguments):
+    return (2 * arguments[0], *arguments[1:])
+
+
+def hook(model):
+    return model.proj_out.register_forward_hook(doubled).remove
+
+
+def pre_hook(model):
+    return model.proj_out.register_forward_pre_hook(doubled_input).remove
+
+
+def hook_on_every_module(model):
+    kind = type(model.proj_out)
+    return register_module_forward_hook(
+        lambda module, arguments, output: 2 * output if type(module) is kind else None
+    ).remove
+
+
+def accelerate_hook(model):
+    class Doubled(ModelHook):
+        def post_forward(self, module, output):
+            return 2 * output
+
+    add_hook_to_module(model.proj_out, Doubled())
+    return lambda: remove_hook_from_module(model.proj_out)
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["stock", "installed"])
+@pytest.mark.parametrize("put", [hook, pre_hook, hook_on_every_module, accelerate_hook])
+def test_a_hook_keeps_forwards_plain_for_as_long_as_it_is_there(put, installed):
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    if installed:
+        videoattn.install(model)
+    graphs = graphs_of(model, capture=Frozen)
+    before = [model(**call) for _ in range(3)][-1]
+    assert graphs.replays == 2
+    remove = put(model)
+    expected = graphs._forward(**call)
+    assert not equal(expected, before)
+    for _ in range(2):
+        assert equal(model(**call), expected)
+    assert graphs.replays == 2
+    assert graphs.plain["a hook is on a module"] == 2
+    remove()
+    for _ in range(3):
+        assert equal(model(**call), before)
+    assert graphs.replays > 2
+
+
+def test_a_cache_keeps_forwards_plain():
+    model, call = ltx_transformer(layers=3), ltx_inputs((20,))
+    graphs = graphs_of(model, capture=Frozen)
+    before = [model(**call) for _ in range(3)][-1]
+    model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+    with model.cache_context("cond"):
+        for _ in range(2):
+            model(**call)
+    assert graphs.plain["a hook is on a module"] == 2
+    model.disable_cache()
+    # The registries that a cache leaves behind are no hooks.
+    assert graphs.replays == 2
+    for _ in range(3):
+        assert equal(model(**call), before)
+    assert graphs.replays == 4
+
+
+def test_skip_layer_guidance_skips_layers_and_graphs_the_rest():
+    model, call = ltx_transformer(layers=3), ltx_inputs((20,))
+    videoattn.install(model)
+    guider = SkipLayerGuidance(
+        skip_layer_config=LayerSkipConfig(indices=[1], fqn="transformer_blocks"),
+        skip_layer_guidance_start=0.0,
+        skip_layer_guidance_stop=1.0,
+    )
+
+    def step():
+        guider.set_state(step=1, num_inference_steps=4, timestep=torch.tensor(500.0))
+        outputs = []
+        for _ in range(guider.num_conditions):
+            guider.prepare_models(model)
+            outputs.append(model(**call)[0])
+            guider.cleanup_models(model)
+        return outputs
+
+    expected = step()
+    assert len({output.sum().item() for output in expected}) == 2
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(4):
+        assert equal(step(), expected)
+    assert graphs.captured == 1
+    assert graphs.plain["a hook is on a module"] == 4
+    assert graphs.replays > 4
+
+
+class Doubling(LTXVideoAttnProcessor):
+    def __call__(self, *args, **kwargs):
+        return 2 * super().__call__(*args, **kwargs)
+
+
+def own_processors(model):
+    model.set_attn_processor({name: Doubling() for name in model.attn_processors})
+
+
+def own_processor_of_one(model):
+    model.transformer_blocks[0].attn2.set_processor(Doubling())
+
+
+def own_forward(model):
+    forward = model.proj_out.forward
+    model.proj_out.forward = lambda x: 2 * forward(x)
+
+
+def own_module(model):
+    model.proj_out = torch.nn.Linear(model.proj_out.in_features, model.proj_out.out_features)
+
+
+def own_parameter(model):
+    model.proj_out.weight = torch.nn.Parameter(2 * model.proj_out.weight)
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["stock", "installed"])
+@pytest.mark.parametrize(
+    "change", [own_processors, own_processor_of_one, own_forward, own_module, own_parameter]
+)
+def test_what_a_model_runs_otherwise_is_captured_anew(change, installed):
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    if installed:
+        videoattn.install(model)
+    graphs = graphs_of(model, capture=Frozen)
+    before = [model(**call) for _ in range(3)][-1]
+    for again in (False, True):
+        change(model)
+        expected = graphs._forward(**call)
+        assert again or not equal(expected, before)
+        for _ in range(3):
+            assert equal(model(**call), expected)
+        assert graphs.captured == 1
+
+
+def test_new_processors_of_diffusers_own_are_no_change():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(2):
+        model(**call)
+    model.set_attn_processor({name: LTXVideoAttnProcessor() for name in model.attn_processors})
+    model(**call)
+    assert (graphs.captured, graphs.replays) == (1, 2)
+
+
+def test_attention_backends_have_graphs_of_their_own():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(2):
+        model(**call)
+    with attention_backend("_native_math"):
+        for _ in range(2):
+            model(**call)
+        assert graphs.captured == 2
+        for backend in ("_native_math", "native"):
+            for attention in model.transformer_blocks[0].attn1, model.transformer_blocks[0].attn2:
+                attention.set_attention_backend(backend)
+            for _ in range(2):
+                model(**call)
+    assert graphs.captured == 4
+
+
+def test_a_backend_that_an_install_refuses_is_refused_in_place_of_a_replay():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    videoattn.install(model)
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(2):
+        model(**call)
+    with attention_backend("native"):  # the model's setter sets the process's as well
+        model.set_attention_backend("_native_math")
+        with pytest.raises(RuntimeError, match="'_native_math' was set while videoattn"):
+            model(**call)
+        model.reset_attention_backend()
+    model(**call)
+    assert graphs.captured == 1
+
+
+def test_precisions_have_graphs_of_their_own():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    graphs = graphs_of(model, capture=Frozen)
+
+    def captured():
+        for _ in range(3):
+            model(**call)
+        return graphs.captured
+
+    # CUDA's, which decide nothing on a CPU; torch.autocast would not set them there.
+    matmul = torch.backends.cuda.matmul
+    dtype, precision = torch.get_autocast_dtype("cuda"), matmul.fp32_precision
+    assert captured() == 1
+    try:
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        assert captured() == 1
+        torch.set_autocast_enabled("cuda", True)
+        assert captured() == 2
+        torch.set_autocast_dtype("cuda", torch.float16)
+        assert captured() == 3
+        torch.set_autocast_enabled("cuda", False)
+        assert captured() == 3
+        matmul.fp32_precision = "tf32"
+        assert captured() == 4
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", dtype)
+        matmul.fp32_precision = precision
