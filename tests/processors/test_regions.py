@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -301,3 +302,38 @@ def test_compiled_blocks_make_one_graph_a_size():
         model(**large)
     assert backend.graphs == 2
     torch.compiler.reset()
+
+
+def test_a_capture_is_made_on_the_models_device(monkeypatch):
+    """Whatever device is current, by torch's own `graph` class over a CUDA that only notes devices."""
+    current, seen = [0], []
+
+    class Stream:
+        def __init__(self, device=None, priority=0):
+            self.device = torch.device("cuda", current[0] if device is None else torch.device(device).index)
+
+    class Graph:
+        def capture_begin(self, *pool, **options):
+            seen.append(("begin", current[0]))
+
+        def capture_end(self):
+            seen.append(("end", current[0]))
+
+    @contextmanager
+    def on(index):
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: on(torch.device(device).index))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: on(stream.device.index))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", Stream("cuda:0"))
+    for device in ("cuda:1", "cuda:0"):
+        new = regions.cuda_captures(torch.device(device))
+        new().record(lambda: seen.append(("run", current[0])))
+    assert seen == [(what, index) for index in (1, 0) for what in ("begin", "run", "end")]

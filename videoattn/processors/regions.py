@@ -64,15 +64,19 @@ class Capture(Protocol):
 class CudaCapture:
     """A CUDA graph in a memory pool that others may share, as long as one runs at a time."""
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        self._device, self._pool = device, pool
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._device, self._stream, self._pool = device, stream, pool
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, run: Callable[[], Any]) -> Any:
         """Capture `run`, which must have run before: what a first run sets up cannot be captured."""
-        # Other threads, a server's, may go on using the device.
-        capturing = torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), capturing:
+        with (
+            torch.cuda.device(self._device),
+            # torch has one capture stream for all devices; other threads, a server's, may go on meanwhile.
+            torch.cuda.graph(
+                self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
+        ):
             return run()
 
     def replay(self) -> None:
@@ -81,8 +85,8 @@ class CudaCapture:
 
 
 def cuda_captures(device: torch.device) -> Callable[[], Capture]:
-    """Makes captures that share one pool."""
-    return functools.partial(CudaCapture, device, torch.cuda.graph_pool_handle())
+    """Makes captures that share one stream and one pool."""
+    return functools.partial(CudaCapture, device, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
 
 
 class _Captured:
