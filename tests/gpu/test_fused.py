@@ -283,6 +283,25 @@ def test_audio_beside_video_gives_the_same_numbers(version):
         cuda_graphs(model, overlap=True)
 
 
+def test_a_model_on_another_device_than_the_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model, inputs = model_and_inputs("2.3")
+    videoattn.install(model, level="block")
+    expected = model(**inputs)
+    model.to("cuda:1")
+    there = {
+        name: value.to("cuda:1") if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }
+    assert torch.cuda.current_device() == 0
+    graphs = cuda_graphs(model, overlap=True)
+    for _ in range(4):
+        for ours, theirs in zip(model(**there), expected, strict=True):
+            assert torch.equal(ours.to(DEVICE), theirs)
+    assert (graphs.captured, graphs.replays) == (1, 3)
+
+
 def test_two_sizes_share_a_pool_and_keep_their_numbers():
     model, small = model_and_inputs("2.3")
     large = model_and_inputs("2.3", batch=2)[1]

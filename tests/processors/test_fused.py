@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,20 @@ def test_traced_for_a_gpu_kernels_write_fresh_buffers_alone():
         ["a_out", "a_out2", "a_x_out", "b_out", "b_out2"],
         ["x_out"],
     ]
+
+
+def test_kernels_are_launched_on_their_tensors_device(monkeypatch):
+    """By a CUDA that only notes which device is current."""
+    current = [0]
+
+    @contextmanager
+    def on(device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    for device, where in (("cuda:1", 1), ("cuda:0", 0), ("cpu", 0)):
+        assert fused._launched(lambda given: (given, current[0]), torch.device(device), "x") == ("x", where)
+    assert current == [0]

@@ -129,7 +129,7 @@ class Fusion:
         if not self._use_triton(out):
             return gate_twin(out, logits)
         _same_device(out, logits)
-        return torch.ops.videoattn.gate.default(out, logits)
+        return _launched(torch.ops.videoattn.gate.default, out.device, out, logits)
 
     def residual_norm(
         self,
@@ -147,14 +147,16 @@ class Fusion:
         """
         if not self._use_triton(x):
             return residual_norm_twin(x, branch, gate, norm, modulations)
-        return torch.ops.videoattn.residual_norm.default(*_flat(Residual(x, branch, gate, norm, modulations)))
+        arguments = _flat(Residual(x, branch, gate, norm, modulations))
+        return _launched(torch.ops.videoattn.residual_norm.default, x.device, *arguments)
 
     def residual_norms(self, a: Residual, b: Residual) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """`residual_norm` of two tensors, whose lengths and widths may differ, in one launch."""
         if not self._use_triton(a.x) or a.x.shape[0] != b.x.shape[0]:
             return self.residual_norm(*a), self.residual_norm(*b)
         _same_device(a.x, b.x)
-        results = torch.ops.videoattn.residual_norm_pair.default(*_flat(a), *_flat(b))
+        op = torch.ops.videoattn.residual_norm_pair.default
+        results = _launched(op, a.x.device, *_flat(a), *_flat(b))
         count = (a.branch is not None) + max(int(a.norm is not None), len(a.modulations))
         return results[:count], results[count:]
 
@@ -259,7 +261,9 @@ def _norm_rotate(
             _check_angles(y, cos if y_cos is None else y_cos)
     y_weight = None if norm_y is None else norm_y.weight
     _same_device(x, y, cos, y_cos, norm_x.weight, y_weight)
-    return torch.ops.videoattn.norm_rotate.default(
+    return _launched(
+        torch.ops.videoattn.norm_rotate.default,
+        x.device,
         x,
         y,
         norm_x.weight,
@@ -290,6 +294,14 @@ def _check_angles(x: torch.Tensor, cos: torch.Tensor) -> None:
             f"rotary angles {tuple(cos.shape)} do not fit {tuple(x.shape)}: (batch, heads, seq, "
             "head_dim / 2) or (batch, seq, channels) would, side by side in memory"
         )
+
+
+def _launched(op: Any, device: torch.device, *arguments: Any) -> Any:
+    """What the op returns, launched on its tensors' device: Triton launches on the current one."""
+    if torch.compiler.is_compiling() or device.type != "cuda" or device.index == torch.cuda.current_device():
+        return op(*arguments)
+    with torch.cuda.device(device):
+        return op(*arguments)
 
 
 def _same_device(x: torch.Tensor, *others: torch.Tensor | None) -> None:
