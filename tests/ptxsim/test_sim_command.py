@@ -71,6 +71,13 @@ def test_run_returns_one_when_there_are_findings(tmp_path, capsys):
         ({"args": [{"buffer": "nope"}]}, "no buffer 'nope'"),
         ({"args": [1, 2, 3]}, "cannot hold the integer 1; give bytes"),
         ({"buffers": {"a": {"dtype": "f13", "shape": [1]}}}, "dtype 'f13' is not one of"),
+        ({"buffers": {"a": {"file": "gemm.ptx"}}}, "gemm.ptx is no .npy file of one array"),
+        ({"buffers": {"a": {"file": "."}}}, "is no file"),
+        ({"buffers": {"a": {"file": "a.npy", "save": "no/a.npy"}}}, "a.npy: no such folder"),
+        ({"grid": "x"}, "grid 'x' is not up to three positive sizes"),
+        ({"grid": [1, 2, 3, 4]}, "grid [1, 2, 3, 4] is not"),
+        ({"block": 1.5}, "block 1.5 is not"),
+        ({"block": 0}, "block 0 is not"),
     ],
 )
 def test_a_bad_launch_file_gives_one_line(tmp_path, change, message):
@@ -92,6 +99,23 @@ def test_files_that_are_missing_or_not_json(tmp_path):
         command.ladder("1", schedule="sometimes")
     with pytest.raises(LaunchError, match="is not HEADSxQ_LENxKV_LEN"):
         command.ladder("1", shape="12")
+
+
+def test_what_cannot_be_read_or_written(tmp_path):
+    ptx, launch = files(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
+    for arguments, message in (
+        ((tmp_path / "binary", launch), "binary is no text"),
+        ((ptx, tmp_path / "binary"), "binary is no text"),
+        ((tmp_path, launch), "is no file"),
+        ((ptx, tmp_path), "is no file"),
+    ):
+        with pytest.raises(LaunchError, match=message):
+            command.run(*arguments)
+    for place, message in (("no/t.json", "no such folder"), (".", "it is a folder")):
+        for run in (command.run, lambda *_, **options: command.ladder("1", **options)):
+            with pytest.raises(LaunchError, match=f"cannot write .*: {message}"):
+                run(ptx, launch, timeline=tmp_path / place)
 
 
 def test_the_documented_launch_file_runs(tmp_path, capsys):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,8 @@ def _finish(report: Report, trace: bool, timeline: Path | None) -> None:
         for line in report.trace.lines():
             print(line)
     if report.trace is not None and timeline is not None:
-        report.trace.write(timeline)
+        with _written(timeline):
+            report.trace.write(timeline)
         print(f"timeline: {timeline} (open in Perfetto or chrome://tracing)")
 
 
@@ -55,6 +59,7 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
     except ValueError:
         raise LaunchError(f"shape {shape!r} is not HEADSxQ_LENxKV_LEN, such as 1x256x1024") from None
     schedules = [_schedule(s) for s in schedule.split(",")]
+    _require_place(timeline)
     steps = load_steps(folder)
     chosen = [find_step(steps, step)] if step else steps
     failed = 0
@@ -93,7 +98,10 @@ def run(
     there are findings. Raises LaunchError with one line.
     """
     config = _load(launch)
-    module = Module.from_file(_existing(file))
+    _require_place(timeline)
+    for spec in config.get("buffers", {}).values():
+        _require_place(launch.parent / spec["save"] if "save" in spec else None)
+    module = Module.from_ptx(_text(file))
     device = Device(config.get("arch", _device_for(module.target)))
     buffers = {n: _buffer(device, n, b, launch.parent) for n, b in config.get("buffers", {}).items()}
     args = [_argument(a, buffers) for a in config.get("args", [])]
@@ -116,7 +124,8 @@ def run(
         print(f"{role}: {sum(counts.values())} instructions; {top}")
     for name, spec in config.get("buffers", {}).items():
         if "save" in spec:
-            np.save(launch.parent / spec["save"], buffers[name].download())
+            with _written(place := launch.parent / spec["save"]):
+                np.save(place, buffers[name].download())
     _finish(report, trace, timeline)
     return int(bool(report.findings))
 
@@ -124,12 +133,41 @@ def run(
 def _existing(path: Path) -> Path:
     if not path.exists():
         raise LaunchError(f"{path} does not exist")
+    if not path.is_file():
+        raise LaunchError(f"{path} is no file")
     return path
+
+
+def _text(path: Path) -> str:
+    try:
+        return _existing(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise LaunchError(f"{path} is no text: it holds bytes that are not UTF-8") from None
+    except OSError as error:
+        raise LaunchError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _require_place(path: Path | None) -> None:
+    """Before a run of minutes, whose result would be lost."""
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise LaunchError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise LaunchError(f"cannot write {path}: permission denied")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(_existing(path).read_text())
+        data = json.loads(_text(path))
     except json.JSONDecodeError as error:
         raise LaunchError(f"{path} is not JSON: line {error.lineno}: {error.msg}") from None
     if not isinstance(data, dict):
@@ -159,7 +197,14 @@ def _device_for(target: str) -> str:
 
 def _buffer(device: Device, name: str, spec: dict, folder: Path) -> Buffer:
     if "file" in spec:
-        return device.upload(np.load(_existing(folder / spec["file"])), name)
+        path = _existing(folder / spec["file"])
+        try:
+            values = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError, OSError):
+            values = None
+        if not isinstance(values, np.ndarray):
+            raise LaunchError(f"buffer {name}: {path} is no .npy file of one array of numbers")
+        return device.upload(values, name)
     if spec.get("dtype") not in _ARRAY_TYPES:
         raise LaunchError(
             f"buffer {name}: dtype {spec.get('dtype')!r} is not one of {', '.join(_ARRAY_TYPES)}"

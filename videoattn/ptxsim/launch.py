@@ -217,11 +217,11 @@ class Device:
 
 
 def _triple(value, name: str) -> tuple[int, int, int]:
-    items = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
-    items = (*items, 1, 1)[:3] if len(items) < 3 else items
-    if len(items) != 3 or min(items) < 1:
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    if len(items) > 3 or any(type(item) is not int or item < 1 for item in items):
         raise LaunchError(f"{name} {value!r} is not up to three positive sizes")
-    return items
+    x, y, z = [*items, 1, 1, 1][:3]
+    return x, y, z
 
 
 _INT = {"u8", "s8", "b8", "u16", "s16", "b16", "u32", "s32", "b32", "u64", "s64", "b64"}
