@@ -261,8 +261,9 @@ struct Consumer {
         rescale(o, factor);
     }
 
-    // Scores whose exponentials overflowed, once more, by this warp alone and from global memory: their keys have left
-    // shared memory. It runs only where scores leap by 127 powers of two, so it is written for few registers.
+    // Scores whose exponentials or their sums may have overflowed, once more, by this warp alone and from global
+    // memory: their keys have left shared memory. It runs only where scores leap by more than a hundred powers of two
+    // (Softmax::kSafePower), so it is written for few registers.
     __device__ __forceinline__ void scores_again(float (&s)[kScores], int index, int block) {
         const Tile tile = locate<C>(args, index);
         const int column = 2 * (threadIdx.x % 4);

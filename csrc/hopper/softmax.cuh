@@ -51,6 +51,12 @@ template <int kColumns, int kSoftBlocks>
 struct Softmax {
     static constexpr int kBlocks = kColumns / 8;
 
+    // Exponentials below 2^kSafePower leave a thread's sum of a block finite: at most 2^127, and so below 2^128 however
+    // its additions round.
+    static constexpr int kSummed = kColumns / 4;  // values of a row in one thread
+    static constexpr int kSafePower = kSummed <= 32 ? 122 : 121;
+    static_assert(kSummed <= 1 << (127 - kSafePower));
+
     float shift[2];    // scale_log2 * the row's reference maximum
     float row_sum[2];  // this thread's share
     float scale_log2;
@@ -172,7 +178,8 @@ struct Softmax {
     }
 
     // Moves the references up to the block's maxima, in whole powers of two, which exponentials, sums and O follow by
-    // an exact multiplication. False, and nothing done, where an exponential reached 2^127, perhaps infinity.
+    // an exact multiplication. False, and nothing done, where an exponential reached 2^kSafePower: it or a sum may have
+    // overflowed, and infinity cannot be multiplied back.
     __device__ __forceinline__ bool lower(float (&s)[kColumns / 2], float (&sum)[2], float (&factor)[2]) {
         int top[2] = {0, 0};
 #pragma unroll
@@ -180,8 +187,8 @@ struct Softmax {
 #pragma unroll
             for (int e = 0; e < 4; ++e) top[e / 2] = max(top[e / 2], __float_as_int(s[4 * block + e]));
         }
-        constexpr int kTwoTo127 = 254 << 23;
-        if (__any_sync(0xffffffffu, max(top[0], top[1]) >= kTwoTo127)) return false;
+        constexpr int kLimit = (127 + kSafePower) << 23;  // the bits of 2^kSafePower
+        if (__any_sync(0xffffffffu, max(top[0], top[1]) >= kLimit)) return false;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int power = max((quad_max(top[row]) >> 23) - 127, 0);
