@@ -219,6 +219,13 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
     return packed;
 }
 
+// fmaxf would return the other operand for a NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float d;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

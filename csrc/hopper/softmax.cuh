@@ -27,11 +27,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // 2^x on the FMA pipe: the fraction by a cubic (relative minimax on [0, 1], error 7.5e-5, below the rounding of P to
 // bf16 or fp16), the integer part added to the exponent (FA4 paper, section 3.1.3). x below -126 counts as -126; above,
-// it must stay below 128, or kClampAbove makes it 128, whose 2^x comes out finite and above 2^127.
+// it must stay below 128, or kClampAbove makes it 128, whose 2^x comes out finite and above 2^127. NaN comes out as
+// 3.4e38, which bf16 and fp16 round to infinity, or with kClampAbove as 128 does: no late check lets that pass.
 template <bool kClampAbove>
 __device__ __forceinline__ float exp2_soft(float x) {
     constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are floor(x)
-    x = fmaxf(x, -126.0f);
+    x = max_nan(x, -126.0f);
     if constexpr (kClampAbove) x = fminf(x, 128.0f);
     const float shifted = __fadd_rd(x, kMagic);
     const float fraction = x - (shifted - kMagic);

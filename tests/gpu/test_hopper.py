@@ -212,6 +212,20 @@ def test_scores_leap_by_a_hundred_powers_of_two(tile, dtype):
                 hopper_inputs.assert_rows(out, lse, q, k, v, scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", hopper_inputs.TILES)
+def test_keys_that_are_not_finite(tile, dtype):
+    """A NaN or an infinite score shows, wherever its key lies; past a key length it does not."""
+    head_dim, keys, blocks = hopper_inputs.TILES[tile]
+    for more in (1, 20):
+        *made, lengths = hopper_inputs.not_finite(head_dim, keys, more * blocks, dtype, rows=300)
+        q, k, v = (x.cuda() for x in made)
+        scale = head_dim**-0.5
+        for options in ({}, {"grid": 3}, {"splits": 2}):
+            out, _ = launch(q, k, v, scale=scale, kv_lengths=lengths.cuda(), **options)
+            hopper_inputs.assert_not_finite_shows(out, q, k, v, scale, lengths)
+
+
 def test_repeats_bitwise_and_ignores_neighbours():
     for head_dim in (64, 128):
         q, k, v = inputs(3, 2, 500, 1000, head_dim, torch.bfloat16)
