@@ -122,7 +122,7 @@ struct Softmax {
             const float above = __int_as_float(quad_max(top[row]));
             const float move = above > kThreshold ? above : 0.0f;
             shift[row] += move;
-            factor[row] = exp2_approx(-move);
+            factor[row] = ex2_approx_ftz(-move);
             row_sum[row] *= factor[row];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
@@ -143,7 +143,7 @@ struct Softmax {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
-                    x = is_soft(block) ? exp2_soft<false>(x) : exp2_approx(x);
+                    x = is_soft(block) ? exp2_soft<false>(x) : ex2_approx_ftz(x);
                     sum[e] += x;
                 }
             }
@@ -164,7 +164,7 @@ struct Softmax {
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
                     x = fmaf(x, scale_log2, -shift[row]);
-                    x = is_soft(block) ? exp2_soft<true>(x) : exp2_approx(x);
+                    x = is_soft(block) ? exp2_soft<true>(x) : ex2_approx_ftz(x);
                     part[e] += x;
                 }
             }
