@@ -17,7 +17,7 @@ TILES = {
 }
 
 # Powers of two by which scores leap, one for each warp's 16 rows: a warp decides for all of its rows at once.
-LEAPS = (100, 118, 120.5, 121, 121.5, 122, 122.5, 123, 124, 125.5, 126.5, 128)
+LEAPS = (100, 118, 121, 121.5, 122, 122.5, 123, 123.5, 124, 125.5, 126.5, 128)
 
 # What leaps in each head, and whether every row does or one of a warp's. The last block comes first.
 KINDS = (

@@ -1,4 +1,7 @@
 // A consumer warpgroup: 64 query rows of every tile its CTA works on. The time-line is in attention.cu.
+//
+// The kernels that ship have one CTA (kCluster 1), one query buffer, O in a buffer of its own, and turns without
+// kEarlyTurn: read those branches first. The rest is what scripts/tune_hopper.py builds.
 #pragma once
 
 #include "output.cuh"

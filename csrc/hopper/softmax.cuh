@@ -8,11 +8,14 @@
 
 namespace videoattn::hopper {
 
-// A row's reference maximum may lag its true maximum by this many powers of two before O is rescaled: P then stays
-// below 2^8, which bf16, fp16 and the fp32 sums hold without loss (FA4 paper, section 3.1.2).
+// A row's "reference" is the running row maximum, m elsewhere, but one that may lag the true maximum: FA4's conditional
+// rescaling (FA4 paper, section 3.1.2). bf16, fp16 and the fp32 sums hold what P becomes by it without loss.
+
+// Without late checks: by how many powers of two it may lag before it moves and O is rescaled. P stays below 2^8.
 constexpr float kRescaleThreshold = 8.0f;
 
-// Sums of one thread's share of a block up to here bound its P well below what fp16 holds.
+// With late checks: what a thread's share of the block (kTileN / 4 values a row) may sum to before the reference moves.
+// P stays below 2^10, and many moderately large values move it too.
 constexpr float kTrustedSum = 1024.0f;
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -151,8 +154,8 @@ struct Softmax {
         }
     }
 
-    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. An element
-    // far above its row's reference shows in a sum above kTrustedSum: false where a row of the warp has one, and
+    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. Elements
+    // far above their row's reference show in a sum above kTrustedSum: false where a row of the warp has one, and
     // lower() must follow.
     __device__ __forceinline__ bool exponentiate_unchecked(float (&s)[kColumns / 2], float (&sum)[2]) const {
 #pragma unroll
