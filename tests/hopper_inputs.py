@@ -108,8 +108,8 @@ def not_finite(
     return q.to(dtype), k.to(dtype), v.to(dtype), lengths
 
 
-def assert_not_finite_shows(out, q, k, v, scale: float, lengths) -> None:
-    """Rows are finite exactly where they should be, and right there; `k` past a length reaches none."""
+def assert_not_finite_shows(out, lse, q, k, v, scale: float, lengths) -> None:
+    """Rows and LSEs are finite exactly where they should be, and rows right there."""
     for entry, length in enumerate(lengths.tolist()):
         query, key, value = (x[entry].double().transpose(0, 1) for x in (q, k[:, :length], v[:, :length]))
         want = ((query @ key.transpose(-1, -2) * scale).softmax(-1) @ value).transpose(0, 1)
@@ -117,5 +117,7 @@ def assert_not_finite_shows(out, q, k, v, scale: float, lengths) -> None:
         finite = want.isfinite().all(-1)
         wrong = got.isfinite().all(-1) != finite
         assert not wrong.any(), f"entry {entry}: rows {wrong[:, 0].nonzero()[:4].tolist()}"
+        wrong = finite != lse[entry].isfinite().T
+        assert not wrong.any(), f"entry {entry}: LSE of rows {wrong[:, 0].nonzero()[:4].tolist()}"
         error = (got - want)[finite].norm(dim=-1) / want[finite].norm(dim=-1)
         assert (error <= L2_LIMIT[q.dtype]).all(), f"entry {entry}"

@@ -123,7 +123,7 @@ struct Softmax {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float above = __int_as_float(quad_max(top[row]));
-            const float move = above > kThreshold ? above : 0.0f;
+            const float move = above <= kThreshold ? 0.0f : above;  // NaN moves too: sum and O become NaN
             shift[row] += move;
             factor[row] = ex2_approx_ftz(-move);
             row_sum[row] *= factor[row];

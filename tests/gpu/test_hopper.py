@@ -222,8 +222,8 @@ def test_keys_that_are_not_finite(tile, dtype):
         q, k, v = (x.cuda() for x in made)
         scale = head_dim**-0.5
         for options in ({}, {"grid": 3}, {"splits": 2}):
-            out, _ = launch(q, k, v, scale=scale, kv_lengths=lengths.cuda(), **options)
-            hopper_inputs.assert_not_finite_shows(out, q, k, v, scale, lengths)
+            out, lse = launch(q, k, v, scale=scale, kv_lengths=lengths.cuda(), **options)
+            hopper_inputs.assert_not_finite_shows(out, lse, q, k, v, scale, lengths)
 
 
 def test_repeats_bitwise_and_ignores_neighbours():
