@@ -34,31 +34,32 @@ template <typename C, typename Element>
 __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
                                           const CUtensorMap& o_map, const Args& args) {
     extern __shared__ __align__(1024) uint8_t raw_smem[];
-    const Shared<C> smem{shared_address(raw_smem)};
+    const Shared<C> smem{smem_address(raw_smem)};
     // The swizzle is a function of the address. Rounding up here would cost the hot loop its uniform registers.
     if (smem.base % 1024 != 0) __trap();
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
-        prefetch_map(&q_map);
-        prefetch_map(&k_map);
-        prefetch_map(&v_map);
-        prefetch_map(&o_map);
+        prefetch_tensormap(&q_map);
+        prefetch_tensormap(&k_map);
+        prefetch_tensormap(&v_map);
+        prefetch_tensormap(&o_map);
         for (int group = 0; group < C::kConsumers; ++group) {
             for (int buffer = 0; buffer < C::kQueryBuffers; ++buffer) {
-                barrier_init(smem.q_full(group, buffer), 1);
-                barrier_init(smem.q_empty(group, buffer), C::kOutput == Output::kQueryBuffer ? 1 : 4);
+                mbarrier_init(smem.q_full(group, buffer), 1);
+                mbarrier_init(smem.q_empty(group, buffer), C::kOutput == Output::kQueryBuffer ? 1 : 4);
             }
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
-            barrier_init(smem.k_full(stage), 1);
-            barrier_init(smem.k_empty(stage), C::kCluster * 4 * C::kConsumers);
-            barrier_init(smem.v_full(stage), 1);
-            barrier_init(smem.v_empty(stage), C::kCluster * (4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0)));
-            barrier_init(smem.v_clean(stage), 1);
+            mbarrier_init(smem.k_full(stage), 1);
+            mbarrier_init(smem.k_empty(stage), C::kCluster * 4 * C::kConsumers);
+            mbarrier_init(smem.v_full(stage), 1);
+            mbarrier_init(smem.v_empty(stage),
+                          C::kCluster * (4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0)));
+            mbarrier_init(smem.v_clean(stage), 1);
         }
-        barrier_init_fence();
-        async_proxy_fence();
+        fence_mbarrier_init();
+        fence_proxy_async_smem();
     }
     if constexpr (C::kCluster > 1)
         cluster_sync();
@@ -66,7 +67,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         __syncthreads();
 
     if (warpgroup == 0) {
-        registers_shrink<C::kProducerRegisters>();
+        setmaxnreg_dec<C::kProducerRegisters>();
         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
         if (warp == 0) {
             if (threadIdx.x == 0) load<C>(smem, q_map, k_map, v_map, args);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
             clear_value_tails<C>(smem, args);
         }
     } else {
-        registers_grow<C::kConsumerRegisters>();
+        setmaxnreg_inc<C::kConsumerRegisters>();
         Consumer<C, Element> consumer(smem, o_map, args, warpgroup - 1);
         if (consumer.group == C::kConsumers - 1) consumer.pass_turn();
         consumer.run();

@@ -1,4 +1,7 @@
 // A consumer warpgroup: 64 query rows of every tile its CTA works on. The time-line is in attention.cu.
+//
+// The kernels that ship have one CTA (kCluster 1), one query buffer, O in a buffer of its own, and turns without
+// kEarlyTurn: read those branches first. The rest is what scripts/tune_hopper.py builds.
 #pragma once
 
 #include "output.cuh"
@@ -43,7 +46,7 @@ struct Consumer {
           recorder(args_, C::kConsumers + 1, 1 + group_, threadIdx.x % 128 == 0) {}
 
     __device__ __forceinline__ void release(uint32_t barrier) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
     }
 
     __device__ __forceinline__ void take_turn() {
@@ -57,23 +60,23 @@ struct Consumer {
 
     __device__ __forceinline__ void take_queries() {
         const int buffer = C::kQueryBuffers > 1 ? state >> C::kStages & 1 : 0;
-        barrier_wait(smem.q_full(group, buffer), state >> (C::kStages + C::kQueryBuffers - 1) & 1);
+        mbarrier_wait(smem.q_full(group, buffer), state >> (C::kStages + C::kQueryBuffers - 1) & 1);
         // Of one buffer the lowest bit is all that counts.
         state = C::kQueryBuffers > 1 ? state + (1u << C::kStages) : state ^ 1u << C::kStages;
         if constexpr (C::kQInRegisters) {
 #pragma unroll
             for (int i = 0; i < kQSteps; ++i)
-                load_matrix(q[i], fragment_address(smem.q(group, buffer), threadIdx.x / 32 % 4, threadIdx.x % 32, i));
+                ldmatrix_x4(q[i], fragment_address(smem.q(group, buffer), threadIdx.x / 32 % 4, threadIdx.x % 32, i));
             // An arrival may overtake loads that have not returned, and the copy engine writes through another proxy:
             // without the fence it overwrites what is still being read (seen on an H200).
-            async_proxy_fence();
+            fence_proxy_async_smem();
             if constexpr (!kOverQueries) {
                 __syncwarp();
                 release(smem.q_empty(group, buffer));
             } else if (step == 0) {
                 // No output waits for the place: it goes on to the next queries. Later ones make room for an output.
                 named_sync(1 + group, 128);
-                if (threadIdx.x % 128 == 0) barrier_arrive(smem.q_empty(group));
+                if (threadIdx.x % 128 == 0) mbarrier_arrive(smem.q_empty(group));
             }
         }
     }
@@ -116,15 +119,15 @@ struct Consumer {
 
     __device__ __forceinline__ void wait_keys() {
         recorder.enter(Phase::kKeys);
-        barrier_wait(smem.k_full(stage(step)), phase(step));
+        mbarrier_wait(smem.k_full(stage(step)), phase(step));
     }
 
     __device__ __forceinline__ void wait_values() {
         const int at = stage(step - 1);
-        barrier_wait(smem.v_full(at), phase(step - 1));
+        mbarrier_wait(smem.v_full(at), phase(step - 1));
         if (state & (kClear | kStored)) {
             if (state & kClear) {
-                barrier_wait(smem.v_clean(at), state >> at & 1);
+                mbarrier_wait(smem.v_clean(at), state >> at & 1);
                 state ^= 1u << at;
             }
             retire_output();
@@ -227,7 +230,7 @@ struct Consumer {
         pin(o);
         release_shared<C>(smem.v_empty(stage(step - 1)));
         store(index, o, factor);
-        if (C::kOutput != Output::kRegisters && threadIdx.x % 128 == 0) tma_store_wait();
+        if (C::kOutput != Output::kRegisters && threadIdx.x % 128 == 0) bulk_wait_group();
         recorder.enter(Phase::kEnd);
     }
 
@@ -261,8 +264,9 @@ struct Consumer {
         rescale(o, factor);
     }
 
-    // Scores whose exponentials overflowed, once more, by this warp alone and from global memory: their keys have left
-    // shared memory. It runs only where scores leap by 127 powers of two, so it is written for few registers.
+    // Scores whose exponentials or their sums may have overflowed, once more, by this warp alone and from global
+    // memory: their keys have left shared memory. It runs only where scores leap by more than a hundred powers of two
+    // (Softmax::kSafePower), so it is written for few registers.
     __device__ __forceinline__ void scores_again(float (&s)[kScores], int index, int block) {
         const Tile tile = locate<C>(args, index);
         const int column = 2 * (threadIdx.x % 4);
@@ -327,7 +331,7 @@ struct Consumer {
     // After the last scores of a tile. One comparison: of nested ones ptxas makes a divergent region, and keeps the
     // loop around it in vector registers.
     __device__ __forceinline__ void release_queries(int left) {
-        if (!C::kQInRegisters && (left | threadIdx.x % 32) == 0) barrier_arrive(smem.q_empty(group));
+        if (!C::kQInRegisters && (left | threadIdx.x % 32) == 0) mbarrier_arrive(smem.q_empty(group));
     }
 
     // A finished tile's LSEs, and what its O is to be multiplied by.
@@ -353,10 +357,10 @@ struct Consumer {
             rows.write(o, inverse);
         } else {
             // The buffer is free: once the copy engine has read the tile before, or all warps have taken their queries.
-            if (!kOverQueries && threadIdx.x % 128 == 0) tma_store_wait_read();
+            if (!kOverQueries && threadIdx.x % 128 == 0) bulk_wait_group_read();
             named_sync(1 + group, 128);
             rows.stage(smem.o(group), o, inverse);
-            async_proxy_fence();
+            fence_proxy_async_smem();
             named_sync(1 + group, 128);
             if (threadIdx.x % 128 == 0) rows.send(smem.o(group), o_map);
         }
@@ -367,8 +371,8 @@ struct Consumer {
         if (!kOverQueries || !(state & kStored)) return;
         state &= ~kStored;
         if (threadIdx.x % 128 == 0) {
-            tma_store_wait_read();
-            barrier_arrive(smem.q_empty(group));
+            bulk_wait_group_read();
+            mbarrier_arrive(smem.q_empty(group));
         }
     }
 };

@@ -120,13 +120,15 @@ struct Rows {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 r[i] = pack<Element>(o[8 * step + 2 * i] * inverse[i % 2], o[8 * step + 2 * i + 1] * inverse[i % 2]);
-            store_matrix(fragment_address(buffer, warp, lane, step), r[0], r[1], r[2], r[3]);
+            stmatrix_x4(fragment_address(buffer, warp, lane, step), r[0], r[1], r[2], r[3]);
         }
     }
 
     __device__ __forceinline__ void send(uint32_t buffer, const CUtensorMap& o_map) const {
         const int row = tile.row + group * kGroupRows;
-        if (row < args.q_len) tma_store(&o_map, buffer, row, tile.head, tile.batch);
+        if (row >= args.q_len) return;
+        tma_store(&o_map, buffer, row, tile.head, tile.batch);
+        bulk_commit_group();
     }
 };
 

@@ -31,9 +31,9 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
     int value_row = -1, value_head = 0, value_batch = 0;
     const auto load_values = [&] {
         recorder.enter(Phase::kValueBuffer);
-        barrier_wait<kShared>(smem.v_empty(values.stage), values.phase ^ 1);
+        mbarrier_wait<kShared>(smem.v_empty(values.stage), values.phase ^ 1);
         recorder.enter(Phase::kLoad);
-        barrier_expect_bytes(smem.v_full(values.stage), C::kKvBytes);
+        mbarrier_arrive_expect_tx(smem.v_full(values.stage), C::kKvBytes);
         load_slice<C>(smem.v(values.stage), &v_map, smem.v_full(values.stage), value_row, value_head, value_batch);
         values.advance();
     };
@@ -41,9 +41,9 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
         const Tile tile = locate<C>(args, index);
         for (int block = tile.blocks - 1; block >= 0; --block) {
             recorder.enter(Phase::kKeyBuffer);
-            barrier_wait<kShared>(smem.k_empty(keys.stage), keys.phase ^ 1);
+            mbarrier_wait<kShared>(smem.k_empty(keys.stage), keys.phase ^ 1);
             recorder.enter(Phase::kLoad);
-            barrier_expect_bytes(smem.k_full(keys.stage), C::kKvBytes);
+            mbarrier_arrive_expect_tx(smem.k_full(keys.stage), C::kKvBytes);
             const int row = (tile.first_block + block) * C::kTileN;
             load_slice<C>(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
             keys.advance();
@@ -51,9 +51,9 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
                 const int buffer = queries % C::kQueryBuffers;
                 for (int group = 0; group < C::kConsumers; ++group) {
                     recorder.enter(Phase::kQueryBuffer);
-                    barrier_wait(smem.q_empty(group, buffer), queries / C::kQueryBuffers & 1 ^ 1);
+                    mbarrier_wait(smem.q_empty(group, buffer), queries / C::kQueryBuffers & 1 ^ 1);
                     recorder.enter(Phase::kLoad);
-                    barrier_expect_bytes(smem.q_full(group, buffer), C::kGroupBytes);
+                    mbarrier_arrive_expect_tx(smem.q_full(group, buffer), C::kGroupBytes);
                     tma_load(smem.q(group, buffer), &q_map, smem.q_full(group, buffer),
                              tile.row + group * kGroupRows, tile.head, tile.batch);
                 }
@@ -78,14 +78,14 @@ __device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const A
     for (int index = first_tile<C>(); index < args.tiles; index += tile_step<C>()) {
         const Tile tile = locate<C>(args, index);
         for (int block = 0; block < tile.blocks; ++block) {
-            barrier_wait(smem.v_full(values.stage), values.phase);
+            mbarrier_wait(smem.v_full(values.stage), values.phase);
             if (block == 0 && tile.clear) {
                 // 128-byte rows of 64 columns, eight 16-byte pieces each; the swizzle stays inside a row.
                 for (int piece = lane; piece < 8 * kBoxRows; piece += 32)
                     if (piece / 8 % C::kTileN >= tile.tail) store_zero16(smem.v(values.stage) + 16 * piece);
-                async_proxy_fence();
+                fence_proxy_async_smem();
                 __syncwarp();
-                if (lane == 0) barrier_arrive(smem.v_clean(values.stage));
+                if (lane == 0) mbarrier_arrive(smem.v_clean(values.stage));
             }
             release_shared<C>(smem.v_empty(values.stage));
             values.advance();

@@ -1,4 +1,5 @@
-// One thin wrapper per instruction of the Hopper kernel; addresses are 32-bit shared-window addresses.
+// One thin wrapper per instruction of the Hopper kernel, named as in common/ptx.cuh where that has it; addresses, those
+// of barriers too, are 32-bit shared-window addresses.
 #pragma once
 
 #include <cuda.h>
@@ -10,30 +11,30 @@
 
 namespace videoattn::hopper {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // ---- mbarrier (PTX ISA 9.7.13.15) ----
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void barrier_init_fence() {
+__device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Arrives at the barrier that lies at the same address in CTA `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 there;\n"
         "mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -44,7 +45,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t ran
 
 // kCluster: whether threads of other CTAs arrive at the barrier, so that their accesses must be seen too.
 template <bool kCluster>
-__device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     if constexpr (kCluster) {
         asm volatile(
@@ -67,9 +68,9 @@ __device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t pari
 }
 
 template <bool kCluster = false>
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #ifdef VIDEOATTN_BOUNDED_WAITS
-    for (int tries = 0; !barrier_try_wait<kCluster>(barrier, parity); ++tries) {
+    for (int tries = 0; !mbarrier_try_wait<kCluster>(barrier, parity); ++tries) {
         if (tries == VIDEOATTN_BOUNDED_WAITS) {
             printf("videoattn: CTA %d thread %d: barrier at shared address %u never completed phase parity %u\n",
                    blockIdx.x, threadIdx.x, barrier, parity);
@@ -77,7 +78,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         }
     }
 #else
-    while (!barrier_try_wait<kCluster>(barrier, parity)) {
+    while (!mbarrier_try_wait<kCluster>(barrier, parity)) {
     }
 #endif
 }
@@ -106,7 +107,7 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 
 // ---- TMA (PTX ISA 9.7.9.27) ----
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
@@ -134,12 +135,16 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t smem,
         "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %2, %4, %5}], [%1];" ::"l"(map),
         "r"(smem), "r"(0), "r"(row), "r"(head), "r"(batch)
         : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async_smem() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- wgmma bookkeeping (PTX ISA 9.7.15.7) ----
 
@@ -160,14 +165,14 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 
 // ---- fragments ----
 
-__device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t address) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");
 }
 
-__device__ __forceinline__ void store_matrix(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                  "r"(r2), "r"(r3)
                  : "memory");
@@ -219,19 +224,26 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
     return packed;
 }
 
-__device__ __forceinline__ float exp2_approx(float x) {
+// fmaxf would return the other operand for a NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float d;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void registers_grow() {
+__device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void registers_shrink() {
+__device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

@@ -8,11 +8,14 @@
 
 namespace videoattn::hopper {
 
-// A row's reference maximum may lag its true maximum by this many powers of two before O is rescaled: P then stays
-// below 2^8, which bf16, fp16 and the fp32 sums hold without loss (FA4 paper, section 3.1.2).
+// A row's "reference" is the running row maximum, m elsewhere, but one that may lag the true maximum: FA4's conditional
+// rescaling (FA4 paper, section 3.1.2). bf16, fp16 and the fp32 sums hold what P becomes by it without loss.
+
+// Without late checks: by how many powers of two it may lag before it moves and O is rescaled. P stays below 2^8.
 constexpr float kRescaleThreshold = 8.0f;
 
-// Sums of one thread's share of a block up to here bound its P well below what fp16 holds.
+// With late checks: what a thread's share of the block (kTileN / 4 values a row) may sum to before the reference moves.
+// P stays below 2^10, and many moderately large values move it too.
 constexpr float kTrustedSum = 1024.0f;
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -27,11 +30,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // 2^x on the FMA pipe: the fraction by a cubic (relative minimax on [0, 1], error 7.5e-5, below the rounding of P to
 // bf16 or fp16), the integer part added to the exponent (FA4 paper, section 3.1.3). x below -126 counts as -126; above,
-// it must stay below 128, or kClampAbove makes it 128, whose 2^x comes out finite and above 2^127.
+// it must stay below 128, or kClampAbove makes it 128, whose 2^x comes out finite and above 2^127. NaN comes out as
+// 3.4e38, which bf16 and fp16 round to infinity, or with kClampAbove as 128 does: no late check lets that pass.
 template <bool kClampAbove>
 __device__ __forceinline__ float exp2_soft(float x) {
     constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are floor(x)
-    x = fmaxf(x, -126.0f);
+    x = max_nan(x, -126.0f);
     if constexpr (kClampAbove) x = fminf(x, 128.0f);
     const float shifted = __fadd_rd(x, kMagic);
     const float fraction = x - (shifted - kMagic);
@@ -50,6 +54,12 @@ __device__ __forceinline__ int quad_max(int x) {
 template <int kColumns, int kSoftBlocks>
 struct Softmax {
     static constexpr int kBlocks = kColumns / 8;
+
+    // Exponentials below 2^kSafePower leave a thread's sum of a block finite: at most 2^127, and so below 2^128 however
+    // its additions round.
+    static constexpr int kSummed = kColumns / 4;  // values of a row in one thread
+    static constexpr int kSafePower = kSummed <= 32 ? 122 : 121;
+    static_assert(kSummed <= 1 << (127 - kSafePower));
 
     float shift[2];    // scale_log2 * the row's reference maximum
     float row_sum[2];  // this thread's share
@@ -113,9 +123,9 @@ struct Softmax {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float above = __int_as_float(quad_max(top[row]));
-            const float move = above > kThreshold ? above : 0.0f;
+            const float move = above <= kThreshold ? 0.0f : above;  // NaN moves too: sum and O become NaN
             shift[row] += move;
-            factor[row] = exp2_approx(-move);
+            factor[row] = ex2_approx_ftz(-move);
             row_sum[row] *= factor[row];
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
@@ -136,7 +146,7 @@ struct Softmax {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
-                    x = is_soft(block) ? exp2_soft<false>(x) : exp2_approx(x);
+                    x = is_soft(block) ? exp2_soft<false>(x) : ex2_approx_ftz(x);
                     sum[e] += x;
                 }
             }
@@ -144,8 +154,8 @@ struct Softmax {
         }
     }
 
-    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. An element
-    // far above its row's reference shows in a sum above kTrustedSum: false where a row of the warp has one, and
+    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. Elements
+    // far above their row's reference show in a sum above kTrustedSum: false where a row of the warp has one, and
     // lower() must follow.
     __device__ __forceinline__ bool exponentiate_unchecked(float (&s)[kColumns / 2], float (&sum)[2]) const {
 #pragma unroll
@@ -157,7 +167,7 @@ struct Softmax {
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
                     x = fmaf(x, scale_log2, -shift[row]);
-                    x = is_soft(block) ? exp2_soft<true>(x) : exp2_approx(x);
+                    x = is_soft(block) ? exp2_soft<true>(x) : ex2_approx_ftz(x);
                     part[e] += x;
                 }
             }
@@ -172,7 +182,8 @@ struct Softmax {
     }
 
     // Moves the references up to the block's maxima, in whole powers of two, which exponentials, sums and O follow by
-    // an exact multiplication. False, and nothing done, where an exponential reached 2^127, perhaps infinity.
+    // an exact multiplication. False, and nothing done, where an exponential reached 2^kSafePower: it or a sum may have
+    // overflowed, and infinity cannot be multiplied back.
     __device__ __forceinline__ bool lower(float (&s)[kColumns / 2], float (&sum)[2], float (&factor)[2]) {
         int top[2] = {0, 0};
 #pragma unroll
@@ -180,8 +191,8 @@ struct Softmax {
 #pragma unroll
             for (int e = 0; e < 4; ++e) top[e / 2] = max(top[e / 2], __float_as_int(s[4 * block + e]));
         }
-        constexpr int kTwoTo127 = 254 << 23;
-        if (__any_sync(0xffffffffu, max(top[0], top[1]) >= kTwoTo127)) return false;
+        constexpr int kLimit = (127 + kSafePower) << 23;  // the bits of 2^kSafePower
+        if (__any_sync(0xffffffffu, max(top[0], top[1]) >= kLimit)) return false;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const int power = max((quad_max(top[row]) >> 23) - 127, 0);

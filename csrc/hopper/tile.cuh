@@ -100,9 +100,9 @@ template <typename C>
 __device__ __forceinline__ void release_shared(uint32_t barrier) {
     const uint32_t lane = threadIdx.x % 32;
     if constexpr (C::kCluster == 1) {
-        if (lane == 0) barrier_arrive(barrier);
+        if (lane == 0) mbarrier_arrive(barrier);
     } else {
-        if (lane < C::kCluster) barrier_arrive_at(barrier, lane);
+        if (lane < C::kCluster) mbarrier_arrive_cluster(barrier, lane);
     }
 }
 

@@ -1,4 +1,5 @@
-// wgmma.mma_async m64nNk16 with fp32 accumulators (PTX ISA 9.7.15), one specialisation for each N in use.
+// wgmma.mma_async m64nNk16 with fp32 accumulators (PTX ISA 9.7.15), one specialisation for each N of the
+// products and of the variants.
 // B always comes from shared memory; A from shared memory (ss) or registers (rs).
 #pragma once
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests import hopper_inputs
 from videoattn.kernels import library, native
 from videoattn.kernels.accuracy import compare
 
@@ -193,6 +194,36 @@ def test_hard_inputs(head_dim, dtype):
     check(one_hot[:, : q.shape[1]], one_hot, v)
     rising = torch.linspace(0, 8, 900, device="cuda").to(dtype)[None, :, None, None]
     check(torch.ones_like(q), torch.ones_like(k) * rising, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", hopper_inputs.TILES)
+def test_scores_leap_by_a_hundred_powers_of_two(tile, dtype):
+    """Against the reference before them, some blocks' sums pass what fp32 holds, and some single values."""
+    head_dim, keys, blocks = hopper_inputs.TILES[tile]
+    for more in (1, 20):  # past 1024 keys there is one tile of a head dim
+        for scale_power in (0, 3):
+            *made, scale = hopper_inputs.leaps(
+                head_dim, keys, more * blocks, dtype, scale_power=scale_power, repeats=5
+            )
+            q, k, v = (x.cuda() for x in made)
+            for options in ({}, {"grid": 3}, {"splits": 2}):
+                out, lse = launch(q, k, v, scale=scale, **options)
+                hopper_inputs.assert_rows(out, lse, q, k, v, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", hopper_inputs.TILES)
+def test_keys_that_are_not_finite(tile, dtype):
+    """A NaN or an infinite score shows, wherever its key lies; past a key length it does not."""
+    head_dim, keys, blocks = hopper_inputs.TILES[tile]
+    for more in (1, 20):
+        *made, lengths = hopper_inputs.not_finite(head_dim, keys, more * blocks, dtype, rows=300)
+        q, k, v = (x.cuda() for x in made)
+        scale = head_dim**-0.5
+        for options in ({}, {"grid": 3}, {"splits": 2}):
+            out, lse = launch(q, k, v, scale=scale, kv_lengths=lengths.cuda(), **options)
+            hopper_inputs.assert_not_finite_shows(out, lse, q, k, v, scale, lengths)
 
 
 def test_repeats_bitwise_and_ignores_neighbours():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from videoattn.kernels import simulated
+from tests import hopper_inputs
+from videoattn.kernels import native, plan, simulated
 from videoattn.kernels.accuracy import compare
 from videoattn.ptxsim import Schedule
 
@@ -87,3 +88,45 @@ def test_a_maximum_that_moves(head_dim):
     q, k, v = inputs(1, 1, 64, 500, head_dim)
     q[:, ::5] *= 6
     check(q, k * torch.linspace(4, 0.1, 500)[None, :, None, None].to(k.dtype), v)
+
+
+def product(tile, dtype, make, **options):
+    """The tile's head dim, key tile and inputs; the planner must take it for them."""
+    head_dim, keys, blocks = hopper_inputs.TILES[tile]
+    made = make(head_dim, keys, blocks, dtype, **options)
+    q, k = made[:2]
+    kind = "bf16" if dtype == torch.bfloat16 else "fp16"
+    planned = plan.plan(native.fill_call(q, k, k, q, scale=1.0, arch=90, grid=1, splits=1, num_sms=1))
+    assert planned.kernel.decode() == f"videoattn_hopper_{tile}_{kind}"
+    return made
+
+
+PRODUCTS = [
+    ("d128_n128", torch.bfloat16),
+    ("d64_n112", torch.float16),
+    ("d64_n96", torch.bfloat16),
+    ("d64_n128", torch.float16),
+    pytest.param("d128_n128", torch.float16, marks=pytest.mark.slow),
+    pytest.param("d64_n112", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("d64_n96", torch.float16, marks=pytest.mark.slow),
+    pytest.param("d64_n128", torch.bfloat16, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("tile", "dtype"), PRODUCTS)
+def test_scores_leap_by_a_hundred_powers_of_two(tile, dtype):
+    """Against the reference before them, some blocks' sums pass what fp32 holds, and some single values."""
+    q, k, v, scale = product(tile, dtype, hopper_inputs.leaps, scale_power=2 if dtype == torch.float16 else 0)
+    out, lse, reports = simulated.run(q, k, v, scale=scale, arch=90, grid=2)
+    assert not any(report.findings for report in reports), str(reports)
+    hopper_inputs.assert_rows(out, lse, q, k, v, scale)
+
+
+@pytest.mark.parametrize(("tile", "dtype"), PRODUCTS)
+def test_keys_that_are_not_finite(tile, dtype):
+    """A NaN or an infinite score shows, wherever its key lies; past a key length it does not."""
+    q, k, v, lengths = product(tile, dtype, hopper_inputs.not_finite)
+    scale = q.shape[-1] ** -0.5
+    out, lse, reports = simulated.run(q, k, v, scale=scale, arch=90, kv_lengths=lengths, grid=4)
+    assert not any(report.findings for report in reports), str(reports)
+    hopper_inputs.assert_not_finite_shows(out, lse, q, k, v, scale, lengths)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import tune_hopper
 
+from tests import hopper_inputs
 from videoattn.kernels import abi, library, plan, simulated
 from videoattn.kernels.accuracy import compare
 from videoattn.ptxsim import Schedule
@@ -104,3 +105,23 @@ def test_scores_that_leap(variant):
     q[:, 1::16] *= 40
     growth = torch.linspace(6, 0.02, k.shape[1])[None, :, None, None]
     check(q, (k * growth).to(k.dtype), v)
+
+
+@pytest.mark.parametrize("scale_power", [0, 3])
+def test_scores_leap_by_a_hundred_powers_of_two(variant, scale_power):
+    """A thread sums 20 to 44 exponentials of a row, by the key tile; none of the sums may overflow."""
+    q, k, v, scale = hopper_inputs.leaps(
+        head_dim(variant), variant.tile, 3, torch.bfloat16, scale_power=scale_power
+    )
+    out, lse, reports = simulated.run(q, k, v, scale=scale, arch=90, grid=2)
+    assert not any(report.findings for report in reports), str(reports)
+    hopper_inputs.assert_rows(out, lse, q, k, v, scale)
+
+
+def test_keys_that_are_not_finite(variant):
+    """Some variants take exponentials in software before the row's maximum is known."""
+    q, k, v, lengths = hopper_inputs.not_finite(head_dim(variant), variant.tile, 2, torch.bfloat16)
+    scale = q.shape[-1] ** -0.5
+    out, lse, reports = simulated.run(q, k, v, scale=scale, arch=90, kv_lengths=lengths, grid=4)
+    assert not any(report.findings for report in reports), str(reports)
+    hopper_inputs.assert_not_finite_shows(out, lse, q, k, v, scale, lengths)
