@@ -8,6 +8,7 @@ import pytest
 
 from tests.batch.batch_process import SMALL
 from tests.cli.command import run
+from videoattn.jobs import StoreReader
 
 pytestmark = pytest.mark.slow
 
@@ -39,3 +40,14 @@ def test_a_changed_or_repeated_job_has_no_failed_attempts_behind_it(batch):
     assert len(said) == 2
     assert not any("attempts" in line for line in said), said
     assert counted == {"ball": 1, "square": 1}
+
+
+def test_every_run_has_its_own_retries(batch, tmp_path):
+    (tmp_path / "style.safetensors").write_bytes(b"these are no weights")
+    rows = [{"prompt": "a red ball", "name": "ball", "lora": str(tmp_path / "style.safetensors")}]
+    for options, attempts in ((), 2), (("--retries", "2"), 5), (("--retries", "0"), 6):
+        (said,), counted = batch(rows, *options, code=1)
+        assert f"row 1) after {attempts} attempts: " in said
+        assert counted == {"ball": attempts}
+        with StoreReader(tmp_path / "out") as store:
+            assert [each.outcome for each in store.attempts(1)] == ["failed"] * attempts

@@ -216,6 +216,13 @@ class Store(StoreReader, LiveState):
                 self._requeue(db, row["id"], row["position"])
         return len(rows)
 
+    def allow(self, jobs: Iterable[int], attempts: int) -> None:
+        """Let each of these jobs fail `attempts` times from now on, whatever has failed before."""
+        with self._write() as db:
+            db.executemany(
+                "UPDATE jobs SET max_attempts = failures + ? WHERE id = ?", [(attempts, job) for job in jobs]
+            )
+
     def replace(self, job: int, new: NewJob) -> None:
         """Give an unstarted or ended job another payload and queue it at the end, its name kept.
 
