@@ -1,5 +1,6 @@
 """Job files: what they mean, and that each broken one says what is wrong with it, all of it at once."""
 
+import codecs
 import json
 
 import pytest
@@ -17,8 +18,9 @@ def file(tmp_path, ltx_folder):
 
     def write(name, text):
         path = tmp_path / name
-        text = text.replace("MODEL", str(ltx_folder))
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        if isinstance(text, str):
+            text = text.replace("MODEL", str(ltx_folder)).encode()
+        path.write_bytes(text)
         return path
 
     return write
@@ -54,6 +56,14 @@ def test_csv_as_spreadsheets_write_it(file):
         ("a square", 3),
     ]
     assert [job.place.line for job in jobs] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_as_spreadsheets_write_it(file, encoding):
+    text = "prompt\tseeds\tmodel\r\nun carré, rouge\t1..2\tMODEL\r\n".replace("MODEL", plan_model(file))
+    content = text.encode(encoding)
+    jobs = plan(file("jobs.csv", content if encoding == "utf-16" else codecs.BOM_UTF16_BE + content))
+    assert settings(jobs, "prompt", "seed") == [("un carré, rouge", 1), ("un carré, rouge", 2)]
 
 
 def test_jsonl_with_defaults(file):
@@ -136,6 +146,29 @@ def test_repeated_jobs_are_rendered_once_and_said(file):
 
 GOOD = "prompt,model\na ball,MODEL\n"
 BROKEN = [
+    (
+        "latin1.csv",
+        'prompt,seed\r\n"a\r\nball",1\r\nun carré,2\r\n'.encode("latin-1"),
+        ["latin1.csv: line 4 is not UTF-8: save it as 'CSV UTF-8'"],
+    ),
+    (
+        "latin1.yaml",
+        "- {prompt: a}\n- {prompt: carré}\n".encode("latin-1"),
+        ["latin1.yaml: line 2 is not UTF-8: save it as 'UTF-8'"],
+    ),
+    ("nobom.csv", GOOD.encode("utf-16-le"), ["nobom.csv: line 1 is not UTF-8: save it as 'CSV UTF-8'"]),
+    ("half.tsv", GOOD.encode("utf-16")[:-1], ["half.tsv: line 2 is not UTF-16: save it as 'CSV UTF-8'"]),
+    ("bell.yaml", "- {prompt: a}\n- {prompt: b\a}\n", ["bell.yaml:2: not well-formed YAML: U+0007 is in it"]),
+    (
+        "comma.csv",
+        "prompt;guidance_scale;frame_rate\na;4,5;23,976\n",
+        [
+            "row 1, column guidance_scale: '4,5': input should be a valid number, unable to parse string as "
+            "a number: write 4.5",
+            "row 1, column frame_rate: '23,976' is no frame rate: give a number or a fraction such as "
+            "24000/1001: write 23.976",
+        ],
+    ),
     ("jobs.txt", GOOD, ["a job file ends in .csv"]),
     ("empty.csv", "", ["holds no jobs"]),
     ("header.csv", "prompt,model\n", ["holds no jobs"]),
@@ -259,7 +292,7 @@ def test_broken_files_say_what_is_wrong(file, capsys, name, text, messages):
 
 def test_latin_1_and_missing_files(tmp_path):
     (tmp_path / "a.csv").write_bytes("prompt\né\n".encode("latin-1"))
-    with pytest.raises(UsageError, match="byte 7 is not UTF-8"):
+    with pytest.raises(UsageError, match=r"a\.csv: line 2 is not UTF-8: save it as 'CSV UTF-8'$"):
         plan(tmp_path / "a.csv")
     with pytest.raises(UsageError, match="no such job file"):
         plan(tmp_path / "b.csv")

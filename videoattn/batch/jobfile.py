@@ -7,6 +7,7 @@ YAML    a list of jobs, or a mapping with `defaults` and `jobs`
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import io
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from videoattn.batch.problems import Place, Problems
 from videoattn.render.errors import UsageError
@@ -59,19 +61,42 @@ def read(path: Path, *, defaults: Mapping[str, Any] | None = None) -> list[Row]:
     if parse is None:
         raise UsageError(f"cannot read {path}: a job file ends in {', '.join(parsers)}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"no such job file: {path}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {path}: byte {error.start} is not UTF-8") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    text = _decode(path, content, "CSV UTF-8" if parse is _read_csv else "UTF-8")
     problems = Problems()
     rows = parse(path.name, text, problems)
     problems.raise_if_any()
     if not rows:
         raise UsageError(f"{path} holds no jobs")
     return [Row(row.place, merged(defaults or {}, row.values)) for row in rows]
+
+
+def _decode(path: Path, content: bytes, wanted: str) -> str:
+    """The text of a job file, lines ended by `\\n`: UTF-8, or UTF-16 with its mark.
+
+    `wanted` is what programs that could have written it call UTF-8.
+    """
+    encoding = "UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "UTF-8"
+    try:
+        text, end = content.decode(encoding), None
+    except UnicodeDecodeError as error:
+        text = content[: error.start].decode(encoding)
+        end = len(text)
+    # Without a mark UTF-16 passes for UTF-8 with a NUL in every other place.
+    if end is None and "\0" in text:
+        end = text.index("\0")
+    if end is not None:
+        line = 1 + _one_line_end(text[:end]).count("\n")
+        raise UsageError(f"cannot read {path}: line {line} is not {encoding}: save it as '{wanted}'")
+    return _one_line_end(text.removeprefix("\ufeff"))
+
+
+def _one_line_end(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +216,10 @@ def _read_yaml(file: str, text: str, problems: Problems) -> list[Row]:
             problems.add(Place(file), "jobs", "jobs is a list with one mapping for each job")
             return []
         return _yaml_rows(file, jobs, defaults, construct, problems)
+    except ReaderError as error:
+        line = 1 + text.count("\n", 0, error.position)
+        problems.add(Place(file, line=line), None, f"not well-formed YAML: U+{error.character:04X} is in it")
+        return []
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = None if mark is None else mark.line + 1

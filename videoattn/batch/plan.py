@@ -24,6 +24,7 @@ _OPTION = re.compile(r"--([a-z][a-z-]+)")
 _NAME = re.compile(r"[a-z_]+")
 # Columns that name something outside the job file, which a message about it quotes.
 _PLACES = ("model", "components", "upsampler", "image")
+_COMMA = re.compile(r"\s*([+-]?\d+),(\d+)\s*")
 _WORDS = re.compile(r"[^a-z0-9]+")
 # A different value of one of these means another model in memory.
 _LOADS = (
@@ -136,9 +137,16 @@ def _drafts(row: Row, folder: Path, problems: Problems) -> Iterable[_Draft]:
                 column = str(item["loc"][0]) if item["loc"] else None
                 message = item["msg"].removeprefix("Value error, ")
                 value = "" if item["type"] == "value_error" else f"{item['input']!r}: "
-                problems.add(row.place, column, value + message[0].lower() + message[1:])
+                hint = _decimal_point(item) if column == "frame_rate" or "float" in item["type"] else ""
+                problems.add(row.place, column, value + message[0].lower() + message[1:] + hint)
             continue
         yield _Draft(job, row.place, name, allow_offload)
+
+
+def _decimal_point(item: Mapping[str, Any]) -> str:
+    """What to write for a number with a decimal comma."""
+    match = _COMMA.fullmatch(str(item["input"]))
+    return "" if match is None else f": write {match[1]}.{match[2]}"
 
 
 def _checked_name(
