@@ -313,6 +313,80 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(file):
     assert found[2:] == [(2, "width"), (4, "seed")]
 
 
+MISSPELT = "promt,steps,cfg,FPS,modle,wdth,sed,zzzz,seeds"
+CELLS = [
+    ("a", "many", "4,5", "24", "MODEL", "64", "x", "y", "1..2"),
+    ("b", "8", "3", "fast", "MODEL", "100", "", "", ""),
+    ("c", "8", "3", "24", "MODEL", "64", "", "", ""),
+    ("c", "8", "3", "24", "MODEL", "64", "", "", ""),
+]
+MEANT = {
+    "promt": "prompt",
+    "steps": "num_inference_steps",
+    "cfg": "guidance_scale",
+    "FPS": "frame_rate",
+    "modle": "model",
+    "wdth": "width",
+    "sed": "seed",
+}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".yaml"])
+def test_cells_under_misspelt_columns_are_checked_too(file, suffix):
+    rows = [
+        {name: cell for name, cell in zip(MISSPELT.split(","), cells, strict=True) if cell} for cells in CELLS
+    ]
+    if suffix == ".csv":
+        lines = [MISSPELT, *(",".join(f'"{cell}"' for cell in cells) for cells in CELLS)]
+        text = "\n".join(lines) + "\n"
+    else:
+        text = "\n".join(map(json.dumps, rows)) if suffix == ".jsonl" else json.dumps(rows)
+    said = []
+    with pytest.raises(JobFileError) as error:
+        plan(file(f"jobs{suffix}", text), warn=said.append)
+    found = [(each.place.row, each.column, each.message) for each in error.value.problems]
+    asked = {column: message for _, column, message in found if "no such column" in message}
+    assert asked.keys() == {*MEANT, "zzzz"}
+    assert all(asked[given].endswith(f"did you mean {name}?") for given, name in MEANT.items())
+    assert [each[:2] for each in found if "no such column" not in each[2]] == [
+        (1, "num_inference_steps"),
+        (1, "guidance_scale"),
+        (2, "frame_rate"),
+    ]
+    assert said == []
+
+
+def test_what_is_wrong_with_the_values_of_defaults_is_said_with_their_columns(file):
+    text = "defaults: {frames: 10, name: x, model: MODEL}\njobs: [{prompt: a, seed: -1}, {prompt: b}]\n"
+    with pytest.raises(JobFileError) as error:
+        plan(file("jobs.yaml", text))
+    found = {(each.place.row, each.column) for each in error.value.problems}
+    assert found == {(None, "frames"), (None, "name"), (1, "seed"), (2, "num_frames")}
+
+
+@pytest.mark.parametrize(
+    ("column", "meant"),
+    [
+        *(
+            ("steps", "num_inference_steps"),
+            ("Steps ", "num_inference_steps"),
+            ("stpes", "num_inference_steps"),
+        ),
+        *(("frames", "num_frames"), ("fps", "frame_rate"), ("framerate", "frame_rate")),
+        *(("cfg", "guidance_scale"), ("guidance", "guidance_scale"), ("CFG scale", "guidance_scale")),
+        *(
+            ("Negative Prompt", "negative_prompt"),
+            ("promt", "prompt"),
+            ("seads", "seeds"),
+            ("heigth", "height"),
+        ),
+    ],
+)
+def test_the_column_that_is_meant(file, column, meant):
+    with pytest.raises(JobFileError, match=f"no such column; did you mean {meant}\\?"):
+        plan(file("jobs.jsonl", json.dumps({column: "1", "model": "MODEL"})))
+
+
 def test_one_problem_of_a_sweep_is_said_once(file):
     with pytest.raises(JobFileError) as error:
         plan(file("sweep.yaml", "- {prompt: a, seeds: 1..50, width: 100, model: MODEL}\n"))

@@ -86,7 +86,8 @@ def plan(
     whatever a check finds odd.
     """
     problems = Problems()
-    drafts = [draft for row in read(path, defaults=defaults) for draft in _drafts(row, path.parent, problems)]
+    rows = read(path, problems, defaults=defaults)
+    drafts = [draft for row in rows for draft in _drafts(row, path.parent, problems)]
     checked: list[Planned] = []
     said: set[str] = set()
 
@@ -220,7 +221,11 @@ def _without_repeats(jobs: list[Planned], problems: Problems, warn: Callable[[st
     for job in jobs:
         first = by_hash.get(job.hash)
         if first is not None:
-            warn(f"{job.place} repeats row {first.place.row}: the same settings and seed are rendered once")
+            # In a file with a misspelt column they may be meant to differ.
+            if not problems:
+                warn(
+                    f"{job.place} repeats row {first.place.row}: the same settings and seed are rendered once"
+                )
             continue
         other = by_name.get(job.name.lower())
         if other is not None:
