@@ -3,6 +3,7 @@
 import pytest
 
 from tests.cli.command import complaint, run
+from videoattn.jobs import NewJob, Store
 
 pytestmark = pytest.mark.slow
 
@@ -30,3 +31,59 @@ def test_a_misspelt_column_hides_no_other_mistake(tmp_path):
     said = result.stderr.splitlines()
     assert len(said) == len(wanted)
     assert all(line.startswith(f"videoattn: {each}") for line, each in zip(said, wanted, strict=True))
+
+
+@pytest.fixture
+def shots(tmp_path):
+    """A good job file, which is no folder."""
+    (tmp_path / "shots.csv").write_text("prompt,seed,num_frames,num_inference_steps\na red ball,1,9,2\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("shots.csv", "not a directory"),
+        ("shots.csv/below", "not a directory"),
+        ("/proc/x", "no such file or directory"),
+        ("x" * 300, "file name too long"),
+    ],
+)
+def test_a_place_that_can_be_no_output_folder(shots, place, reason):
+    result = run("batch", "shots.csv", "-o", place, cwd=shots)
+    assert complaint(result) == f"videoattn: cannot write {place}: {reason}"
+    assert result.returncode == 2
+    assert [path.name for path in shots.iterdir()] == ["shots.csv"]
+
+
+def test_a_dry_run_looks_at_the_place_too(shots):
+    result = run("batch", "shots.csv", "-o", "shots.csv", "--dry-run", cwd=shots)
+    assert complaint(result) == "videoattn: cannot write shots.csv: not a directory"
+    assert result.returncode == 2
+
+
+def test_an_export_makes_its_folder_or_says_why_not(shots):
+    with Store(shots / "out") as store:
+        store.add(NewJob({"seed": 1}))
+    result = run("batch", "-o", "out", "--export", "new/folder/jobs.jsonl", cwd=shots)
+    assert result.returncode == 0, result.stderr
+    assert len((shots / "new" / "folder" / "jobs.jsonl").read_text().splitlines()) == 1
+    assert len(list((shots / "new" / "folder").iterdir())) == 1
+    for place, reason in (
+        ("shots.csv/jobs.jsonl", "not a directory"),
+        ("/proc/x/jobs.jsonl", "no such file or directory"),
+        ("new", "it is a folder, name a file in it"),
+    ):
+        result = run("batch", "-o", "out", "--export", place, cwd=shots)
+        assert complaint(result) == f"videoattn: cannot write {place}: {reason}"
+        assert result.returncode == 2
+    assert sorted(path.name for path in shots.iterdir()) == ["new", "out", "shots.csv"]
+    result = run("batch", "-o", "nowhere", "--export", "other/jobs.jsonl", cwd=shots)
+    assert complaint(result) == "videoattn: nowhere holds no job store"
+    assert not (shots / "other").exists()
+
+
+def test_the_page_refuses_such_a_place(shots):
+    result = run("ui", "--output", "shots.csv", "--port", "0", cwd=shots)
+    assert complaint(result) == f"videoattn: cannot write {shots / 'shots.csv'}: not a directory"
+    assert result.returncode == 2

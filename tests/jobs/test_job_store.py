@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from videoattn.jobs import (
+    BadFolder,
     JobState,
     NewJob,
     Progress,
@@ -399,7 +400,7 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path):
     with pytest.raises(StoreError, match="is not a job store"):
         Store(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot open"):
+    with pytest.raises(BadFolder, match=r"cannot write .*/file: not a directory$"):
         Store(tmp_path / "file")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from videoattn.batch.problems import JobFileError
-from videoattn.jobs.errors import StoreError
+from videoattn.jobs.errors import BadFolder, StoreError
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 
@@ -121,11 +122,15 @@ def batch(
         count = len(error.problems)
         _complain(f"{count} problem{'s' if count > 1 else ''} in {jobs}: nothing was rendered")
         return BAD_FILE
-    except UsageError as error:
+    except (UsageError, BadFolder) as error:
         _complain(str(error))
         return BAD_FILE
-    except (RenderError, StoreError, OSError) as error:
+    except (RenderError, StoreError) as error:
         _complain(str(error))
+        return FAILED
+    except OSError as error:
+        what = str(error) if error.strerror is None else error.strerror.lower()
+        _complain(what if error.filename is None else f"{error.filename}: {what}")
         return FAILED
 
 
@@ -144,6 +149,10 @@ def _render(
 ) -> int:
     from videoattn.batch.plan import plan
 
+    # Before a cluster is asked for anything, and in a dry run too.
+    existing = next(folder for folder in (output, *output.absolute().parents) if os.path.exists(folder))
+    if not existing.is_dir():
+        raise UsageError(f"cannot write {output}: not a directory")
     engine = None if dry_run else place.engine()
     # A dry run may happen on another machine than the render, and Ray's actors are on others anyway.
     planned = plan(

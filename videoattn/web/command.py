@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from videoattn.jobs.errors import StoreError
+from videoattn.jobs.errors import BadFolder, StoreError
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.web.limits import MAX_UPLOAD
 
@@ -103,6 +103,8 @@ def ui(
     )
     try:
         serve(settings, say=lambda line: print(line, flush=True))
+    except BadFolder as error:
+        raise UsageError(str(error)) from None
     except StoreError as error:
         raise RenderError(str(error)) from None
     return 0
