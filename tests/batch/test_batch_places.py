@@ -83,7 +83,10 @@ def test_an_export_makes_its_folder_or_says_why_not(shots):
     assert not (shots / "other").exists()
 
 
-def test_the_page_refuses_such_a_place(shots):
+def test_the_page_refuses_such_a_place_and_port(shots):
     result = run("ui", "--output", "shots.csv", "--port", "0", cwd=shots)
     assert complaint(result) == f"videoattn: cannot write {shots / 'shots.csv'}: not a directory"
+    assert result.returncode == 2
+    result = run("ui", "--port", "99999", cwd=shots)
+    assert complaint(result) == "videoattn: --port 99999: give 1 to 65535, or 0 for a free one"
     assert result.returncode == 2

@@ -64,7 +64,7 @@ def ui(
     from videoattn.web.guard import Accounts, is_loopback
 
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port}: give 1 to 65535")
+        raise UsageError(f"--port {port}: give 1 to 65535, or 0 for a free one")
     if max_upload < 1:
         raise UsageError(f"--max-upload {max_upload}: give at least 1, in MiB")
     if auth is not None and no_auth:
