@@ -1,5 +1,6 @@
 """Job files: what they mean, and that each broken one says what is wrong with it, all of it at once."""
 
+import codecs
 import json
 
 import pytest
@@ -17,8 +18,9 @@ def file(tmp_path, ltx_folder):
 
     def write(name, text):
         path = tmp_path / name
-        text = text.replace("MODEL", str(ltx_folder))
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        if isinstance(text, str):
+            text = text.replace("MODEL", str(ltx_folder)).encode()
+        path.write_bytes(text)
         return path
 
     return write
@@ -54,6 +56,14 @@ def test_csv_as_spreadsheets_write_it(file):
         ("a square", 3),
     ]
     assert [job.place.line for job in jobs] == [2, 2, 4]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_as_spreadsheets_write_it(file, encoding):
+    text = "prompt\tseeds\tmodel\r\nun carré, rouge\t1..2\tMODEL\r\n".replace("MODEL", plan_model(file))
+    content = text.encode(encoding)
+    jobs = plan(file("jobs.csv", content if encoding == "utf-16" else codecs.BOM_UTF16_BE + content))
+    assert settings(jobs, "prompt", "seed") == [("un carré, rouge", 1), ("un carré, rouge", 2)]
 
 
 def test_jsonl_with_defaults(file):
@@ -136,6 +146,29 @@ def test_repeated_jobs_are_rendered_once_and_said(file):
 
 GOOD = "prompt,model\na ball,MODEL\n"
 BROKEN = [
+    (
+        "latin1.csv",
+        'prompt,seed\r\n"a\r\nball",1\r\nun carré,2\r\n'.encode("latin-1"),
+        ["latin1.csv: line 4 is not UTF-8: save it as 'CSV UTF-8'"],
+    ),
+    (
+        "latin1.yaml",
+        "- {prompt: a}\n- {prompt: carré}\n".encode("latin-1"),
+        ["latin1.yaml: line 2 is not UTF-8: save it as 'UTF-8'"],
+    ),
+    ("nobom.csv", GOOD.encode("utf-16-le"), ["nobom.csv: line 1 is not UTF-8: save it as 'CSV UTF-8'"]),
+    ("half.tsv", GOOD.encode("utf-16")[:-1], ["half.tsv: line 2 is not UTF-16: save it as 'CSV UTF-8'"]),
+    ("bell.yaml", "- {prompt: a}\n- {prompt: b\a}\n", ["bell.yaml:2: not well-formed YAML: U+0007 is in it"]),
+    (
+        "comma.csv",
+        "prompt;guidance_scale;frame_rate\na;4,5;23,976\n",
+        [
+            "row 1, column guidance_scale: '4,5': input should be a valid number, unable to parse string as "
+            "a number: write 4.5",
+            "row 1, column frame_rate: '23,976' is no frame rate: give a number or a fraction such as "
+            "24000/1001: write 23.976",
+        ],
+    ),
     ("jobs.txt", GOOD, ["a job file ends in .csv"]),
     ("empty.csv", "", ["holds no jobs"]),
     ("header.csv", "prompt,model\n", ["holds no jobs"]),
@@ -259,7 +292,7 @@ def test_broken_files_say_what_is_wrong(file, capsys, name, text, messages):
 
 def test_latin_1_and_missing_files(tmp_path):
     (tmp_path / "a.csv").write_bytes("prompt\né\n".encode("latin-1"))
-    with pytest.raises(UsageError, match="byte 7 is not UTF-8"):
+    with pytest.raises(UsageError, match=r"a\.csv: line 2 is not UTF-8: save it as 'CSV UTF-8'$"):
         plan(tmp_path / "a.csv")
     with pytest.raises(UsageError, match="no such job file"):
         plan(tmp_path / "b.csv")
@@ -278,6 +311,80 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(file):
     found = [(problem.place.row, problem.column) for problem in error.value.problems]
     assert sorted(found[:2]) == [(1, "recipe"), (1, "seed")]
     assert found[2:] == [(2, "width"), (4, "seed")]
+
+
+MISSPELT = "promt,steps,cfg,FPS,modle,wdth,sed,zzzz,seeds"
+CELLS = [
+    ("a", "many", "4,5", "24", "MODEL", "64", "x", "y", "1..2"),
+    ("b", "8", "3", "fast", "MODEL", "100", "", "", ""),
+    ("c", "8", "3", "24", "MODEL", "64", "", "", ""),
+    ("c", "8", "3", "24", "MODEL", "64", "", "", ""),
+]
+MEANT = {
+    "promt": "prompt",
+    "steps": "num_inference_steps",
+    "cfg": "guidance_scale",
+    "FPS": "frame_rate",
+    "modle": "model",
+    "wdth": "width",
+    "sed": "seed",
+}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".yaml"])
+def test_cells_under_misspelt_columns_are_checked_too(file, suffix):
+    rows = [
+        {name: cell for name, cell in zip(MISSPELT.split(","), cells, strict=True) if cell} for cells in CELLS
+    ]
+    if suffix == ".csv":
+        lines = [MISSPELT, *(",".join(f'"{cell}"' for cell in cells) for cells in CELLS)]
+        text = "\n".join(lines) + "\n"
+    else:
+        text = "\n".join(map(json.dumps, rows)) if suffix == ".jsonl" else json.dumps(rows)
+    said = []
+    with pytest.raises(JobFileError) as error:
+        plan(file(f"jobs{suffix}", text), warn=said.append)
+    found = [(each.place.row, each.column, each.message) for each in error.value.problems]
+    asked = {column: message for _, column, message in found if "no such column" in message}
+    assert asked.keys() == {*MEANT, "zzzz"}
+    assert all(asked[given].endswith(f"did you mean {name}?") for given, name in MEANT.items())
+    assert [each[:2] for each in found if "no such column" not in each[2]] == [
+        (1, "num_inference_steps"),
+        (1, "guidance_scale"),
+        (2, "frame_rate"),
+    ]
+    assert said == []
+
+
+def test_what_is_wrong_with_the_values_of_defaults_is_said_with_their_columns(file):
+    text = "defaults: {frames: 10, name: x, model: MODEL}\njobs: [{prompt: a, seed: -1}, {prompt: b}]\n"
+    with pytest.raises(JobFileError) as error:
+        plan(file("jobs.yaml", text))
+    found = {(each.place.row, each.column) for each in error.value.problems}
+    assert found == {(None, "frames"), (None, "name"), (1, "seed"), (2, "num_frames")}
+
+
+@pytest.mark.parametrize(
+    ("column", "meant"),
+    [
+        *(
+            ("steps", "num_inference_steps"),
+            ("Steps ", "num_inference_steps"),
+            ("stpes", "num_inference_steps"),
+        ),
+        *(("frames", "num_frames"), ("fps", "frame_rate"), ("framerate", "frame_rate")),
+        *(("cfg", "guidance_scale"), ("guidance", "guidance_scale"), ("CFG scale", "guidance_scale")),
+        *(
+            ("Negative Prompt", "negative_prompt"),
+            ("promt", "prompt"),
+            ("seads", "seeds"),
+            ("heigth", "height"),
+        ),
+    ],
+)
+def test_the_column_that_is_meant(file, column, meant):
+    with pytest.raises(JobFileError, match=f"no such column; did you mean {meant}\\?"):
+        plan(file("jobs.jsonl", json.dumps({column: "1", "model": "MODEL"})))
 
 
 def test_one_problem_of_a_sweep_is_said_once(file):

@@ -99,3 +99,30 @@ def test_a_job_that_was_tried_too_often_is_left_and_said(tmp_path, jobs):
         ids, todo = synchronise(store, planned, Options(), said.append)
         assert (len(ids), todo) == (1, [])
         assert said == ["a was tried 1 times and is left as it is"]
+
+
+def test_a_run_begins_with_retries_of_its_own_and_no_more(tmp_path, jobs):
+    planned = jobs(*({"prompt": name, "name": name} for name in "abc"))
+
+    def fail_until_none_is_left(store):
+        failed = []
+        while (claimed := store.claim("cpu")) is not None:
+            failed.append(claimed[0].name)
+            store.fail(claimed[1], "no")
+        return "".join(failed)
+
+    with Store(tmp_path / "out") as store:
+        synchronise(store, planned, Options(retries=1), print)
+        _, token = store.claim("cpu")
+        store.fail(token, "no")
+        _, token = store.claim("cpu")
+        store.interrupt(token, "Ctrl-C", requeue=True)
+        store.claim("cpu")
+    # As after kill -9: `a` has failed once and was running.
+    with Store(tmp_path / "out") as store:
+        assert [store.get(job).state for job in (1, 2)] == [JobState.INTERRUPTED, JobState.PENDING]
+        synchronise(store, planned, Options(retries=2), print)
+        assert fail_until_none_is_left(store) == "aaabbbccc"
+        assert [store.get(job).tries for job in (1, 2, 3)] == [4, 3, 3]
+        synchronise(store, planned, Options(retries=0), print)
+        assert fail_until_none_is_left(store) == "abc"

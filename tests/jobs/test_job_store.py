@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from videoattn.jobs import (
+    BadFolder,
     JobState,
     NewJob,
     Progress,
@@ -399,7 +400,7 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path):
     with pytest.raises(StoreError, match="is not a job store"):
         Store(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot open"):
+    with pytest.raises(BadFolder, match=r"cannot write .*/file: not a directory$"):
         Store(tmp_path / "file")
 
 
@@ -441,3 +442,35 @@ def test_a_replaced_job_keeps_its_clip_until_the_new_one_is_there(store):
     assert (store.folder / "shot.mp4").read_bytes() == b"new"
     assert not poster.exists()
     assert store.recovered.unclaimed == []
+
+
+def test_tries_are_those_of_the_present_work(store):
+    (job,) = store.add(NewJob({"seed": 1}, max_attempts=3))
+    _, token = claim(store)
+    assert store.fail(token, "trouble").tries == 1
+    _, token = claim(store)
+    assert store.interrupt(token, "stopped", requeue=True).tries == 1
+    _, token = claim(store)
+    complete(store, token)
+    assert (store.finish(token).tries, store.get(job).attempt) == (2, 3)
+    store.replace(job, NewJob({"seed": 2}))
+    assert store.get(job).tries == 0
+    _, token = claim(store)
+    complete(store, token)
+    assert (store.finish(token).tries, store.get(job).attempt) == (1, 4)
+
+
+def test_a_clip_that_has_disappeared_is_made_anew_without_the_failures_of_the_first(tmp_path):
+    with Store(tmp_path) as store:
+        store.add(NewJob({"seed": 1}, name="shot", max_attempts=2))
+        _, token = claim(store)
+        store.fail(token, "trouble")
+        _, token = claim(store)
+        complete(store, token)
+        assert store.finish(token).tries == 2
+    (tmp_path / "shot.mp4").unlink()
+    with Store(tmp_path) as store:
+        store.retry(1)
+        _, token = claim(store)
+        complete(store, token)
+        assert store.finish(token).tries == 1

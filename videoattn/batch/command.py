@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from videoattn.batch.problems import JobFileError
-from videoattn.jobs.errors import StoreError
+from videoattn.jobs.errors import BadFolder, StoreError
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 
@@ -121,11 +122,17 @@ def batch(
         count = len(error.problems)
         _complain(f"{count} problem{'s' if count > 1 else ''} in {jobs}: nothing was rendered")
         return BAD_FILE
-    except UsageError as error:
+    except (UsageError, BadFolder) as error:
         _complain(str(error))
         return BAD_FILE
-    except (RenderError, StoreError, OSError) as error:
+    except (RenderError, StoreError) as error:
         _complain(str(error))
+        return FAILED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        what = str(error) if error.strerror is None else error.strerror.lower()
+        _complain(what if error.filename is None else f"{error.filename}: {what}")
         return FAILED
 
 
@@ -144,16 +151,21 @@ def _render(
 ) -> int:
     from videoattn.batch.plan import plan
 
+    # Before a cluster is asked for anything, and in a dry run too.
+    existing = next(folder for folder in (output, *output.absolute().parents) if os.path.exists(folder))
+    if not existing.is_dir():
+        raise UsageError(f"cannot write {output}: not a directory")
     engine = None if dry_run else place.engine()
     # A dry run may happen on another machine than the render, and Ray's actors are on others anyway.
-    planned = plan(
-        path,
-        defaults=defaults,
-        local_files_only=local_files_only,
-        device=None if dry_run else place.devices[0] if place.devices else None,
-        compare=compare,
-        warn=_warn,
-    )
+    with err.status(Text(f"checking {path}")) if err.is_terminal else nullcontext():
+        planned = plan(
+            path,
+            defaults=defaults,
+            local_files_only=local_files_only,
+            device=None if dry_run else place.devices[0] if place.devices else None,
+            compare=compare,
+            warn=_warn,
+        )
     if engine is None:
         _print_plan(planned, output, place)
         return DONE
@@ -190,6 +202,7 @@ def _render(
 def _print_plan(planned: list[Any], output: Path, place: _Place) -> None:
     """The dry run's table, and totals."""
     from videoattn.batch.estimate import estimate
+    from videoattn.batch.rows import print_rows
     from videoattn.batch.view import duration
     from videoattn.jobs import JobState, StoreReader
 
@@ -197,22 +210,7 @@ def _print_plan(planned: list[Any], output: Path, place: _Place) -> None:
     if (output / ".videoattn").is_dir():
         with StoreReader(output) as store:
             states = {job.name: (job.hash, job.state) for job in store.all()}
-    table = Table(box=None, pad_edge=False)
-    for column in (
-        "row",
-        "name",
-        "size",
-        "frames",
-        "steps",
-        "seed",
-        "model",
-        "state",
-        "time",
-        "memory",
-        "disk",
-    ):
-        right = column in ("row", "frames", "steps", "seed", "time", "memory", "disk")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    rows: list[tuple[str, ...]] = []
     devices = place.devices or _devices(None)[:1] * place.actors
     where = ", ".join(devices)
     if not place.devices:
@@ -229,21 +227,23 @@ def _print_plan(planned: list[Any], output: Path, place: _Place) -> None:
             unknown += needed.seconds is None
             measured = measured and needed.measured
         job = each.job
-        table.add_row(
-            str(each.place.row),
-            Text(each.name),
-            f"{job.width}x{job.height}",
-            str(job.num_frames),
-            str(job.num_inference_steps),
-            str(job.seed),
-            Text(job.model),
-            status,
-            "?" if needed.seconds is None else duration(needed.seconds),
-            "?" if needed.memory_bytes is None else _size(needed.memory_bytes),
-            _size(needed.disk_bytes),
+        rows.append(
+            (
+                str(each.place.row),
+                each.name,
+                f"{job.width}x{job.height}",
+                str(job.num_frames),
+                str(job.num_inference_steps),
+                str(job.seed),
+                job.model,
+                status,
+                "?" if needed.seconds is None else duration(needed.seconds),
+                "?" if needed.memory_bytes is None else _size(needed.memory_bytes),
+                _size(needed.disk_bytes),
+            )
         )
-    # A pipe has no width to keep to: nothing is cut off for those who read the table by a program.
-    (out if out.is_terminal else Console(highlight=False, width=10_000)).print(table)
+    columns = ("row", "name", "size", "frames", "steps", "seed", "model", "state", "time", "memory", "disk")
+    print_rows(out, columns, rows, left={"name", "size", "model", "state"}, cut=("name", "model"))
     source = (
         "scaled from clips in this folder"
         if measured

@@ -7,16 +7,20 @@ YAML    a list of jobs, or a mapping with `defaults` and `jobs`
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from videoattn.batch.problems import Place, Problems
 from videoattn.render.errors import UsageError
@@ -30,6 +34,29 @@ EXTRAS = {
     "allow_offload": "Out of GPU memory, go on with the next offload level instead of failing.",
 }
 COLUMNS = (*RenderJob.model_fields, *EXTRAS)
+# What other tools, and people, call some of them.
+ALIASES = {
+    "caption": "prompt",
+    "text": "prompt",
+    "negative": "negative_prompt",
+    "checkpoint": "model",
+    "frames": "num_frames",
+    "length": "num_frames",
+    "fps": "frame_rate",
+    "rate": "frame_rate",
+    "steps": "num_inference_steps",
+    "num_steps": "num_inference_steps",
+    "cfg": "guidance_scale",
+    "cfg_scale": "guidance_scale",
+    "guidance": "guidance_scale",
+    "start_image": "image",
+    "first_frame": "image",
+    "filename": "name",
+    "kernel": "attention",
+}
+
+
+_SEEDS = {"seed", "seeds"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +67,11 @@ class Row:
     values: dict[str, Any]
 
 
-def read(path: Path, *, defaults: Mapping[str, Any] | None = None) -> list[Row]:
-    """The rows of a job file; `defaults` come before the file's own.
+def read(path: Path, problems: Problems, *, defaults: Mapping[str, Any] | None = None) -> list[Row]:
+    """The rows of a job file that are right in form; `defaults` come before the file's own.
 
-    Raises `UsageError` for a file that can't be read and `JobFileError` with every row and column that is
-    wrong in form.
+    What is wrong in form goes to `problems`. A misspelt column counts as the one that it resembles, so that
+    what it holds is checked too. Raises `UsageError` for a file that can't be read or holds no jobs.
     """
     parsers = {
         ".csv": _read_csv,
@@ -59,19 +86,40 @@ def read(path: Path, *, defaults: Mapping[str, Any] | None = None) -> list[Row]:
     if parse is None:
         raise UsageError(f"cannot read {path}: a job file ends in {', '.join(parsers)}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        content = path.read_bytes()
     except FileNotFoundError:
         raise UsageError(f"no such job file: {path}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {path}: byte {error.start} is not UTF-8") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
-    problems = Problems()
+    text = _decode(path, content, "CSV UTF-8" if parse is _read_csv else "UTF-8")
     rows = parse(path.name, text, problems)
-    problems.raise_if_any()
-    if not rows:
+    if not rows and not problems:
         raise UsageError(f"{path} holds no jobs")
     return [Row(row.place, merged(defaults or {}, row.values)) for row in rows]
+
+
+def _decode(path: Path, content: bytes, wanted: str) -> str:
+    """The text of a job file, lines ended by `\\n`: UTF-8, or UTF-16 with its mark.
+
+    `wanted` is what programs that could have written it call UTF-8.
+    """
+    encoding = "UTF-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "UTF-8"
+    try:
+        text, end = content.decode(encoding), None
+    except UnicodeDecodeError as error:
+        text = content[: error.start].decode(encoding)
+        end = len(text)
+    # Without a mark UTF-16 passes for UTF-8 with a NUL in every other place.
+    if end is None and "\0" in text:
+        end = text.index("\0")
+    if end is not None:
+        line = 1 + _one_line_end(text[:end]).count("\n")
+        raise UsageError(f"cannot read {path}: line {line} is not {encoding}: save it as '{wanted}'")
+    return _one_line_end(text.removeprefix("\ufeff"))
+
+
+def _one_line_end(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,14 +129,28 @@ def merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     return {**{name: value for name, value in defaults.items() if name not in hidden}, **values}
 
 
-def check_columns(place: Place, values: Mapping[str, Any], problems: Problems) -> None:
-    """Note every column that means nothing, with the nearest one that does."""
-    for column in values:
+def known(place: Place, values: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
+    """The columns that mean something, and under its right name what is nearly one of them.
+
+    Every column that means nothing is noted, with the nearest one that does.
+    """
+    found = {column: value for column, value in values.items() if column in COLUMNS}
+    for column, value in values.items():
         if column in COLUMNS:
             continue
-        near = difflib.get_close_matches(str(column).strip().lower().replace("-", "_"), COLUMNS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the columns are {', '.join(COLUMNS)}"
+        near = _nearest(str(column))
+        hint = f"did you mean {near}?" if near else f"the columns are {', '.join(COLUMNS)}"
         problems.add(place, str(column), f"no such column; {hint}")
+        if near and (near not in _SEEDS or not _SEEDS & found.keys()):
+            found.setdefault(near, value)
+    return found
+
+
+@cache
+def _nearest(column: str) -> str | None:
+    name = re.sub(r"[\s-]+", "_", column.strip().lower())
+    near = difflib.get_close_matches(name, (*COLUMNS, *ALIASES), n=1)
+    return ALIASES.get(near[0], near[0]) if near else None
 
 
 def _read_csv(file: str, text: str, problems: Problems) -> list[Row]:
@@ -97,7 +159,7 @@ def _read_csv(file: str, text: str, problems: Problems) -> list[Row]:
     delimiter = max(",;\t", key=first.count)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows: list[Row] = []
-    header: list[str] | None = None
+    header: list[str | None] | None = None
     number = 0
     try:
         line = 1
@@ -106,8 +168,7 @@ def _read_csv(file: str, text: str, problems: Problems) -> list[Row]:
             if not any(cell.strip() for cell in cells):
                 continue
             if header is None:
-                header = [cell.strip() for cell in cells]
-                _check_header(Place(file, line=start), header, problems)
+                header = _header(Place(file, line=start), [cell.strip() for cell in cells], problems)
                 continue
             number += 1
             place = Place(file, number, start)
@@ -118,19 +179,25 @@ def _read_csv(file: str, text: str, problems: Problems) -> list[Row]:
                     f"{len(cells)} cells for {len(header)} columns: quote text that has commas",
                 )
                 continue
-            values = {name: cell.strip() for name, cell in zip(header, cells, strict=False) if cell.strip()}
-            rows.append(Row(place, values))
+            cells = [cell.strip() for cell in cells]
+            rows.append(
+                Row(place, {name: cell for name, cell in zip(header, cells, strict=False) if name and cell})
+            )
     except csv.Error as error:
         problems.add(Place(file, line=reader.line_num), None, f"not well-formed CSV: {error}")
     return rows
 
 
-def _check_header(place: Place, header: list[str], problems: Problems) -> None:
-    check_columns(place, dict.fromkeys(name for name in header if name), problems)
+def _header(place: Place, header: list[str], problems: Problems) -> list[str | None]:
+    """The column that each cell of a row belongs to; None for those that mean nothing."""
+    meant = {
+        given: name for name, given in known(place, {name: name for name in header if name}, problems).items()
+    }
     for name in {name for name in header if name and header.count(name) > 1}:
         problems.add(place, name, "the column is there twice")
     if not all(header):
         problems.add(place, None, "a column has no name")
+    return [meant.get(name) for name in header]
 
 
 def _read_jsonl(file: str, text: str, problems: Problems) -> list[Row]:
@@ -157,8 +224,7 @@ def _read_jsonl(file: str, text: str, problems: Problems) -> list[Row]:
             continue
         number += 1
         place = Place(file, number, index)
-        check_columns(place, value, problems)
-        rows.append(Row(place, merged(defaults, value)))
+        rows.append(Row(place, merged(defaults, known(place, value, problems))))
     return rows
 
 
@@ -191,6 +257,10 @@ def _read_yaml(file: str, text: str, problems: Problems) -> list[Row]:
             problems.add(Place(file), "jobs", "jobs is a list with one mapping for each job")
             return []
         return _yaml_rows(file, jobs, defaults, construct, problems)
+    except ReaderError as error:
+        line = 1 + text.count("\n", 0, error.position)
+        problems.add(Place(file, line=line), None, f"not well-formed YAML: U+{error.character:04X} is in it")
+        return []
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = None if mark is None else mark.line + 1
@@ -212,8 +282,7 @@ def _yaml_rows(
         if not isinstance(value, dict):
             problems.add(place, None, "a job is a mapping such as {prompt: a red ball, seed: 1}")
             continue
-        check_columns(place, value, problems)
-        rows.append(Row(place, merged(defaults, value)))
+        rows.append(Row(place, merged(defaults, known(place, value, problems))))
     return rows
 
 
@@ -236,10 +305,10 @@ def _mapping(place: Place, name: str, value: Any, problems: Problems) -> dict[st
     if not isinstance(value, dict):
         problems.add(place, name, f"{name} is a mapping of columns to values")
         return {}
-    check_columns(place, value, problems)
-    if "name" in value:
+    columns = known(place, value, problems)
+    if columns.pop("name", None) is not None:
         problems.add(place, "name", "a name belongs to one job, not to the defaults")
-    return value
+    return columns
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _OPTION = re.compile(r"--([a-z][a-z-]+)")
 _NAME = re.compile(r"[a-z_]+")
 # Columns that name something outside the job file, which a message about it quotes.
 _PLACES = ("model", "components", "upsampler", "image")
+_COMMA = re.compile(r"\s*([+-]?\d+),(\d+)\s*")
 _WORDS = re.compile(r"[^a-z0-9]+")
 # A different value of one of these means another model in memory.
 _LOADS = (
@@ -85,7 +86,8 @@ def plan(
     whatever a check finds odd.
     """
     problems = Problems()
-    drafts = [draft for row in read(path, defaults=defaults) for draft in _drafts(row, path.parent, problems)]
+    rows = read(path, problems, defaults=defaults)
+    drafts = [draft for row in rows for draft in _drafts(row, path.parent, problems)]
     checked: list[Planned] = []
     said: set[str] = set()
 
@@ -136,9 +138,16 @@ def _drafts(row: Row, folder: Path, problems: Problems) -> Iterable[_Draft]:
                 column = str(item["loc"][0]) if item["loc"] else None
                 message = item["msg"].removeprefix("Value error, ")
                 value = "" if item["type"] == "value_error" else f"{item['input']!r}: "
-                problems.add(row.place, column, value + message[0].lower() + message[1:])
+                hint = _decimal_point(item) if column == "frame_rate" or "float" in item["type"] else ""
+                problems.add(row.place, column, value + message[0].lower() + message[1:] + hint)
             continue
         yield _Draft(job, row.place, name, allow_offload)
+
+
+def _decimal_point(item: Mapping[str, Any]) -> str:
+    """What to write for a number with a decimal comma."""
+    match = _COMMA.fullmatch(str(item["input"]))
+    return "" if match is None else f": write {match[1]}.{match[2]}"
 
 
 def _checked_name(
@@ -212,7 +221,11 @@ def _without_repeats(jobs: list[Planned], problems: Problems, warn: Callable[[st
     for job in jobs:
         first = by_hash.get(job.hash)
         if first is not None:
-            warn(f"{job.place} repeats row {first.place.row}: the same settings and seed are rendered once")
+            # In a file with a misspelt column they may be meant to differ.
+            if not problems:
+                warn(
+                    f"{job.place} repeats row {first.place.row}: the same settings and seed are rendered once"
+                )
             continue
         other = by_name.get(job.name.lower())
         if other is not None:

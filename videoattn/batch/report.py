@@ -49,7 +49,7 @@ def _entry(store: StoreReader, job: Job) -> dict[str, Any]:
         "row": origin.get("row"),
         "clip": job.files.get("clip") if job.state is JobState.DONE else None,
         "log": job.files.get("timing") if job.state is JobState.DONE else None,
-        "attempts": job.attempt,
+        "attempts": job.tries,
         "error": job.error if job.state is not JobState.DONE else None,
         "warnings": report.get("warnings") or [],
         "settings": settings,

@@ -184,6 +184,8 @@ def synchronise(
     store.retry_all(RETRYABLE, again)
     queued = again.keys() & store.open_ids()
     todo |= queued
+    # Each run has its own retries, also for a job that used up those of the last one or was cut off in it.
+    store.allow(todo, 1 + options.retries)
     for job_id in again.keys() - queued:
         note(f"{again[job_id]} was tried {store.attempt_limit} times and is left as it is")
     strangers = store.cancel_pending(store.open_ids() - todo)

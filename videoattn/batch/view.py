@@ -191,7 +191,7 @@ def duration(seconds: float) -> str:
 
 
 def _ended_line(job: Job) -> str:
-    tries = f" after {job.attempt} attempts" if job.attempt > 1 else ""
+    tries = f" after {job.tries} attempts" if job.tries > 1 else ""
     if job.state is JobState.DONE:
         seconds = (job.finished or 0) - (job.started or 0)
         return f"done {job.name}, {seconds:.1f} s{tries}"

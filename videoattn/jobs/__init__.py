@@ -2,6 +2,7 @@
 
 from videoattn.jobs.context import Context, JobCancelled, PermanentError
 from videoattn.jobs.errors import (
+    BadFolder,
     OwnershipLost,
     RetryLimit,
     StaleToken,
@@ -18,6 +19,7 @@ from videoattn.jobs.worker import Worker, WorkerStatus
 
 __all__ = [
     "Attempt",
+    "BadFolder",
     "Context",
     "Job",
     "JobCancelled",

@@ -14,6 +14,10 @@ class StoreBusy(StoreError):
     """Another living process owns the store."""
 
 
+class BadFolder(StoreError):
+    """The folder cannot hold a job store: it is no folder, cannot be made, or must not be written."""
+
+
 class OwnershipLost(StoreError):
     """A later process took the store over; nothing this process does may be written any more."""
 

@@ -80,6 +80,14 @@ class Job:
     error: str | None
     files: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def tries(self) -> int:
+        """Attempts at the present work that failed or made its clip.
+
+        `attempt` counts over the row's whole life: earlier payloads and interrupted attempts included.
+        """
+        return min(self.attempt, self.failures + (self.state is JobState.DONE))
+
 
 @dataclass(frozen=True, slots=True)
 class Attempt:

@@ -87,7 +87,7 @@ def _match_files(store: Store, found: Recovered, identify: Callable[[Path], NewJ
         if essential is not None and essential not in on_disk:
             with store._write() as db:
                 db.execute(
-                    "UPDATE jobs SET state = 'failed', error = ?, files = '{}' WHERE id = ?",
+                    "UPDATE jobs SET state = 'failed', failures = 0, error = ?, files = '{}' WHERE id = ?",
                     (f"its file {essential} is missing from the folder", row["id"]),
                 )
             claimed.difference_update(files.values())

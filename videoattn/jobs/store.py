@@ -13,6 +13,7 @@ from typing import Any
 
 from videoattn.jobs import order, outputs, recovery, schema
 from videoattn.jobs.errors import (
+    BadFolder,
     OwnershipLost,
     RetryLimit,
     StaleToken,
@@ -44,9 +45,9 @@ class Store(StoreReader, LiveState):
     Published files lie in `folder`, everything else in `folder/.videoattn`. `identify(path)` tells
     which job a clip shows (None if it is not one of ours); with it, clips that no row claims become jobs
     again. `attempt_limit` bounds how often one job may be started at all. `recovered` says what
-    opening had to repair. Raises `StoreBusy` while another process owns the store. Every write raises
-    `OwnershipLost` once a later owner exists, and `StoreFull` when the disk is full; neither leaves
-    anything half-written. Thread-safe.
+    opening had to repair. Raises `StoreBusy` while another process owns the store, and `BadFolder` when
+    there can be none. Every write raises `OwnershipLost` once a later owner exists, and `StoreFull` when the
+    disk is full; neither leaves anything half-written. Thread-safe.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Store(StoreReader, LiveState):
             (state_folder / "work").mkdir(parents=True, exist_ok=True)
             self._lock = OwnerLock(state_folder / "owner.lock", what=str(folder))
         except OSError as error:
-            raise _cannot_open(folder, error) from error
+            if is_disk_full(error):
+                raise _cannot_open(folder, error) from error
+            raise BadFolder(f"cannot write {folder}: {_reason(error).lower()}") from error
         try:
             self._db = schema.connect(state_folder / DATABASE, write=True)
             try:
@@ -215,6 +218,13 @@ class Store(StoreReader, LiveState):
             for row in rows:
                 self._requeue(db, row["id"], row["position"])
         return len(rows)
+
+    def allow(self, jobs: Iterable[int], attempts: int) -> None:
+        """Let each of these jobs fail `attempts` times from now on, whatever has failed before."""
+        with self._write() as db:
+            db.executemany(
+                "UPDATE jobs SET max_attempts = failures + ? WHERE id = ?", [(attempts, job) for job in jobs]
+            )
 
     def replace(self, job: int, new: NewJob) -> None:
         """Give an unstarted or ended job another payload and queue it at the end, its name kept.
@@ -487,9 +497,13 @@ def _scalar(db: sqlite3.Connection, statement: str, values: tuple[Any, ...] = ()
 
 def _cannot_open(folder: Path | str, error: Exception) -> StoreError:
     kind = StoreFull if is_disk_full(error) else StoreError
-    return kind(f"cannot open the job store in {folder}: {error}")
+    return kind(f"cannot open the job store in {folder}: {_reason(error)}")
 
 
 def _cannot_write(folder: Path, error: Exception) -> StoreError:
     kind = StoreFull if is_disk_full(error) else StoreError
-    return kind(f"cannot write to {folder}: {error}")
+    return kind(f"cannot write to {folder}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

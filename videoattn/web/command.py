@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from videoattn.jobs.errors import StoreError
+from videoattn.jobs.errors import BadFolder, StoreError
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.web.limits import MAX_UPLOAD
 
@@ -64,7 +64,7 @@ def ui(
     from videoattn.web.guard import Accounts, is_loopback
 
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port}: give 1 to 65535")
+        raise UsageError(f"--port {port}: give 1 to 65535, or 0 for a free one")
     if max_upload < 1:
         raise UsageError(f"--max-upload {max_upload}: give at least 1, in MiB")
     if auth is not None and no_auth:
@@ -103,6 +103,8 @@ def ui(
     )
     try:
         serve(settings, say=lambda line: print(line, flush=True))
+    except BadFolder as error:
+        raise UsageError(str(error)) from None
     except StoreError as error:
         raise RenderError(str(error)) from None
     return 0

@@ -1,0 +1,92 @@
+"""Job files and places that the real command can't use: one line each, and status 2."""
+
+import pytest
+
+from tests.cli.command import complaint, run
+from videoattn.jobs import NewJob, Store
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_file_in_another_encoding_is_named_with_its_line(tmp_path):
+    (tmp_path / "latin1.csv").write_bytes("prompt,seed\na red ball,1\nun carré,2\n".encode("latin-1"))
+    result = run("batch", "latin1.csv", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "cannot read latin1.csv: line 3 is not UTF-8: save it as 'CSV UTF-8'" in complaint(result)
+
+
+def test_a_misspelt_column_hides_no_other_mistake(tmp_path):
+    (tmp_path / "jobs.csv").write_text(
+        "promt;steps;guidance_scale;seed\na red ball;2;4,5;1\na square;2;1;-1\n"
+    )
+    result = run("batch", "jobs.csv", cwd=tmp_path)
+    assert result.returncode == 2
+    wanted = [
+        "jobs.csv:1, column promt: no such column; did you mean prompt?",
+        "jobs.csv:1, column steps: no such column; did you mean num_inference_steps?",
+        "jobs.csv:2: row 1, column guidance_scale: '4,5': input should be a valid number",
+        "jobs.csv:3: row 2, column seed: '-1': input should be greater than or equal to 0",
+        "4 problems in jobs.csv: nothing was rendered",
+    ]
+    said = result.stderr.splitlines()
+    assert len(said) == len(wanted)
+    assert all(line.startswith(f"videoattn: {each}") for line, each in zip(said, wanted, strict=True))
+
+
+@pytest.fixture
+def shots(tmp_path):
+    """A good job file, which is no folder."""
+    (tmp_path / "shots.csv").write_text("prompt,seed,num_frames,num_inference_steps\na red ball,1,9,2\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("shots.csv", "not a directory"),
+        ("shots.csv/below", "not a directory"),
+        ("/proc/x", "no such file or directory"),
+        ("x" * 300, "file name too long"),
+    ],
+)
+def test_a_place_that_can_be_no_output_folder(shots, place, reason):
+    result = run("batch", "shots.csv", "-o", place, cwd=shots)
+    assert complaint(result) == f"videoattn: cannot write {place}: {reason}"
+    assert result.returncode == 2
+    assert [path.name for path in shots.iterdir()] == ["shots.csv"]
+
+
+def test_a_dry_run_looks_at_the_place_too(shots):
+    result = run("batch", "shots.csv", "-o", "shots.csv", "--dry-run", cwd=shots)
+    assert complaint(result) == "videoattn: cannot write shots.csv: not a directory"
+    assert result.returncode == 2
+
+
+def test_an_export_makes_its_folder_or_says_why_not(shots):
+    with Store(shots / "out") as store:
+        store.add(NewJob({"seed": 1}))
+    result = run("batch", "-o", "out", "--export", "new/folder/jobs.jsonl", cwd=shots)
+    assert result.returncode == 0, result.stderr
+    assert len((shots / "new" / "folder" / "jobs.jsonl").read_text().splitlines()) == 1
+    assert len(list((shots / "new" / "folder").iterdir())) == 1
+    for place, reason in (
+        ("shots.csv/jobs.jsonl", "not a directory"),
+        ("/proc/x/jobs.jsonl", "no such file or directory"),
+        ("new", "it is a folder, name a file in it"),
+    ):
+        result = run("batch", "-o", "out", "--export", place, cwd=shots)
+        assert complaint(result) == f"videoattn: cannot write {place}: {reason}"
+        assert result.returncode == 2
+    assert sorted(path.name for path in shots.iterdir()) == ["new", "out", "shots.csv"]
+    result = run("batch", "-o", "nowhere", "--export", "other/jobs.jsonl", cwd=shots)
+    assert complaint(result) == "videoattn: nowhere holds no job store"
+    assert not (shots / "other").exists()
+
+
+def test_the_page_refuses_such_a_place_and_port(shots):
+    result = run("ui", "--output", "shots.csv", "--port", "0", cwd=shots)
+    assert complaint(result) == f"videoattn: cannot write {shots / 'shots.csv'}: not a directory"
+    assert result.returncode == 2
+    result = run("ui", "--port", "99999", cwd=shots)
+    assert complaint(result) == "videoattn: --port 99999: give 1 to 65535, or 0 for a free one"
+    assert result.returncode == 2
