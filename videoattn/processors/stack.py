@@ -47,12 +47,11 @@ class Stack:
         }
         self.kinds: dict[Any, Kind] = {site.module: site.kind for site in sites}
         self._fused_blocks = False
-        self._watched: list[tuple[Any, Any]] = []
-        for module, names in _masks_of(model, sites):
+        for module, names, whole in _masks_of(model, sites):
             looked_at = {
                 name: self.text_masks.setdefault(kind, masks.TextMask()) for name, kind in names.items()
             }
-            self._watched.append((module, masks.watch(module, looked_at)))
+            masks.watch(module, looked_at, whole)
         if hasattr(model, "fuse_qkv_projections"):
             model.fuse_qkv_projections = _refuse_fusing
         self.streams: Streams | None = None
@@ -79,8 +78,7 @@ class Stack:
 
     def dismantle(self, model: Any) -> None:
         """Undo what the constructor did to the model."""
-        for module, hook in self._watched:
-            masks.unwatch(module, hook)
+        masks.unwatch(model)
         if self.streams is not None:
             self.streams.release()
         for name in ("fuse_qkv_projections", "enable_parallelism"):
@@ -88,20 +86,28 @@ class Stack:
                 delattr(model, name)
 
 
-def _masks_of(model: Any, sites: list[Site]) -> list[tuple[torch.nn.Module, dict[str, Kind]]]:
-    """The modules that receive text masks, and the kind that each mask argument of theirs concerns."""
+def _masks_of(
+    model: Any, sites: list[Site]
+) -> list[tuple[torch.nn.Module, dict[str, Kind], torch.nn.Module]]:
+    """The modules that receive text masks, the kind that each mask argument of theirs concerns, and the
+    module whose forward meets these masks."""
     if family(model) == CONNECTORS:
+        parts: list[tuple[Any, Kind]] = [
+            (model.video_connector, "video_connector"),
+            (model.audio_connector, "audio_connector"),
+        ]
         # The first block: on the way there learnable registers replace the padding and its mask.
         return [
-            (model.video_connector.transformer_blocks[0], {"attention_mask": "video_connector"}),
-            (model.audio_connector.transformer_blocks[0], {"attention_mask": "audio_connector"}),
+            (block, {"attention_mask": kind}, part)
+            for part, kind in parts
+            for block in part.transformer_blocks[:1]
         ]
     names: dict[str, Kind] = {
         "encoder_attention_mask": "video_text",
         "audio_encoder_attention_mask": "audio_text",
     }
     present = {site.kind for site in sites}
-    return [(model, {name: kind for name, kind in names.items() if kind in present})]
+    return [(model, {name: kind for name, kind in names.items() if kind in present}, model)]
 
 
 def _refuse_fusing(*_: Any, **__: Any) -> NoReturn:
