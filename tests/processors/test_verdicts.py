@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import videoattn
 from tests.pipelines import ltx2_connectors, ltx2_pipeline, ltx_inputs, ltx_transformer
@@ -175,3 +176,55 @@ def test_compiled_blocks_called_outside_of_a_forward():
     model(**ltx_inputs())
     assert backend.graphs == 3  # one for each form: none, dense, kv_lengths
     torch.compiler.reset()
+
+
+class _Positional(torch.nn.Module):
+    """torch.export takes positional tensors."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, hidden_states, encoder_hidden_states, timestep, encoder_attention_mask):
+        return self.model(
+            hidden_states,
+            encoder_hidden_states,
+            timestep,
+            encoder_attention_mask,
+            num_frames=3,
+            height=3,
+            width=4,
+            return_dict=False,
+        )[0]
+
+
+def tensors():
+    inputs = ltx_inputs([9])
+    names = "hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask"
+    return [inputs[name] for name in names]
+
+
+@pytest.mark.parametrize("level", ["call", "block"])
+@pytest.mark.parametrize("mask_is_fake", [True, False])
+def test_fake_tensors(level, mask_is_fake):
+    model = ltx_transformer()
+    videoattn.install(model, level=level)
+    met = []
+    model.transformer_blocks[0].register_forward_pre_hook(lambda *_: met.append(forms(model)["video_text"]))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        *others, mask = tensors()
+        fakes = [mode.from_tensor(tensor) for tensor in others]
+        out = _Positional(model)(*fakes, mode.from_tensor(mask) if mask_is_fake else mask)
+    assert out.shape == (1, 36, 16)
+    assert met == ["dense"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    model = _Positional(ltx_transformer())
+    stock = model(*tensors())
+    videoattn.install(model.model)
+    program = torch.export.export(model, tuple(tensors()), strict=strict)
+    close(program.module()(*tensors()), stock)
+    close(model(*tensors()), stock)

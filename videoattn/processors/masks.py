@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from videoattn.dispatch import MaskForm
 
@@ -117,7 +118,8 @@ def classify(mask: torch.Tensor) -> MaskForm:
 
     `mask` is multiplicative `(batch, kv_len)`, 1 for a valid key, or an additive bias `(batch, 1, kv_len)` or
     `(batch, 1, 1, kv_len)`, 0 for a valid key. `none`: every key is valid. `kv_lengths`: at least one leading
-    key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values.
+    key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values, on
+    the meta device or fake.
     """
     return classify_all([mask])[0]
 
@@ -125,13 +127,15 @@ def classify(mask: torch.Tensor) -> MaskForm:
 def classify_all(masks: Sequence[torch.Tensor]) -> list[MaskForm]:
     """`classify` of each mask, in one transfer from each device, since a transfer waits for all its work."""
     forms: list[MaskForm] = ["dense"] * len(masks)
-    by_device: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for index, mask in enumerate(masks):
-        if not mask.is_meta:
-            by_device.setdefault(mask.device, []).append(index)
-    for indices in by_device.values():
-        facts = torch.stack([_facts(masks[index]) for index in indices]).tolist()
-        for index, (all_valid, right_padded) in zip(indices, facts, strict=True):
+        facts = _facts(mask)
+        # Of a real mask too they are fake where a mode or a tracer makes them so.
+        if not facts.is_meta and not is_fake(facts):
+            by_device.setdefault(mask.device, {})[index] = facts
+    for known in by_device.values():
+        read = torch.stack(list(known.values())).tolist()
+        for index, (all_valid, right_padded) in zip(known, read, strict=True):
             forms[index] = "none" if all_valid else "kv_lengths" if right_padded else "dense"
     return forms
 
