@@ -36,14 +36,14 @@ def test_uninstall_restores_every_block(build, stock):
     model = build()
     before = [dict(vars(block)) for block in model.transformer_blocks]
     with videoattn.install(model, level="block"):
-        assert classes(model) == {blocks.FUSED[stock]}
+        assert classes(model) == {blocks.FUSED_CLASSES[stock]}
     assert classes(model) == {stock}
     assert [dict(vars(block)) for block in model.transformer_blocks] == before
 
 
 def test_installs_stack_with_their_levels():
     model = ltx2_transformer()
-    stock, ours = list(blocks.FUSED.items())[1]
+    stock, ours = list(blocks.FUSED_CLASSES.items())[1]
     below = videoattn.install(model, level="block")
     above = videoattn.install(model)
     assert classes(model) == {stock}
