@@ -21,10 +21,14 @@ from diffusers.models.transformers import transformer_ltx, transformer_ltx2
 
 from videoattn.processors.fused import Fusion, Modulation, Parameter, Residual, Rotary, parameter
 from videoattn.processors.overlap import both
+from videoattn.processors.sites import unwrap
 
 ATTRIBUTE = "_videoattn_fusion"
 # Numbers of a layer's modulation parameters, in the order of its table.
 SHIFT_ATTN, SCALE_ATTN, GATE_ATTN, SHIFT_FF, SCALE_FF, GATE_FF, SHIFT_TEXT, SCALE_TEXT, GATE_TEXT = range(9)
+# Numbers of the normed tensors that `before_meeting` asks for: the first and the last, since with one
+# direction off there is only the other's.
+FOR_AUDIO_TO_VIDEO, FOR_VIDEO_TO_AUDIO = 0, -1
 
 
 def _while_installed(stock: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -139,8 +143,8 @@ class LTX2VideoTransformerBlock(transformer_ltx2.LTX2VideoTransformerBlock):
             a2v = ca_video_rotary_emb, ca_audio_rotary_emb, a2v_cross_attention_mask
             v2a = ca_audio_rotary_emb, ca_video_rotary_emb, v2a_cross_attention_mask
             both(
-                partial(video.meet, audio, 0, *a2v) if meets[0] else _nothing,
-                partial(audio.meet, video, -1, *v2a) if meets[1] else _nothing,
+                partial(video.meet, audio, FOR_AUDIO_TO_VIDEO, *a2v) if meets[0] else _nothing,
+                partial(audio.meet, video, FOR_VIDEO_TO_AUDIO, *v2a) if meets[1] else _nothing,
             )
         _settle(video.before_feed_forward(), audio.before_feed_forward(), streams)
         ends = both(video.feed_forward, audio.feed_forward)
@@ -250,15 +254,15 @@ class _Stream:
     def meet(
         self,
         other: _Stream,
-        which: int,
+        direction: int,
         rotary_emb: Rotary | None,
         other_rotary_emb: Rotary | None,
         mask: torch.Tensor | None,
     ) -> None:
-        """Attention to the other modality, of both modalities' normed tensors of that number."""
+        """Attention to the other modality, of both modalities' normed tensors for that direction."""
         self.branch = self.attentions[2](
-            self.normed[which],
-            encoder_hidden_states=other.normed[which],
+            self.normed[direction],
+            encoder_hidden_states=other.normed[direction],
             query_rotary_emb=rotary_emb,
             key_rotary_emb=other_rotary_emb,
             attention_mask=mask,
@@ -368,8 +372,8 @@ _CLASSES = (*FUSED_CLASSES, *STOCK_CLASSES)
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """The transformer's blocks; none of text connectors."""
-    return list(getattr(model, "transformer_blocks", ()))
+    """The transformer's blocks, inside torch.compile's wrappers; none of text connectors."""
+    return [unwrap(block) for block in getattr(model, "transformer_blocks", ())]
 
 
 def require(model: Any) -> None:
