@@ -31,13 +31,15 @@ SHIFT_ATTN, SCALE_ATTN, GATE_ATTN, SHIFT_FF, SCALE_FF, GATE_FF, SHIFT_TEXT, SCAL
 FOR_AUDIO_TO_VIDEO, FOR_VIDEO_TO_AUDIO = 0, -1
 
 
-def _while_installed(stock: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _while_installed(stock: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A hook put around a block's forward keeps it after uninstall(): from then on it must be stock's."""
+
+    unfused = stock.forward  # read here: Dynamo traces no attribute of a class
 
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (forward if hasattr(self, ATTRIBUTE) else stock.forward)(self, *args, **kwargs)
+            return (forward if hasattr(self, ATTRIBUTE) else unfused)(self, *args, **kwargs)
 
         return call
 
