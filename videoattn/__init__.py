@@ -11,11 +11,19 @@ from videoattn.version import __version__
 
 if TYPE_CHECKING:
     from videoattn.attention import attention
-    from videoattn.processors.install import install
+    from videoattn.processors.install import install, uninstall
     from videoattn.processors.regions import compile_blocks, cuda_graphs
     from videoattn.timing import record_timing
 
-__all__ = ["__version__", "attention", "compile_blocks", "cuda_graphs", "install", "record_timing"]
+__all__ = [
+    "__version__",
+    "attention",
+    "compile_blocks",
+    "cuda_graphs",
+    "install",
+    "record_timing",
+    "uninstall",
+]
 
 # Imported when first asked for, so that the command answers --help and reads a clip without loading torch.
 _HOMES = {
@@ -24,6 +32,7 @@ _HOMES = {
     "cuda_graphs": "videoattn.processors.regions",
     "install": "videoattn.processors.install",
     "record_timing": "videoattn.timing",
+    "uninstall": "videoattn.processors.install",
 }
 
 

@@ -36,14 +36,14 @@ def test_uninstall_restores_every_block(build, stock):
     model = build()
     before = [dict(vars(block)) for block in model.transformer_blocks]
     with videoattn.install(model, level="block"):
-        assert classes(model) == {blocks.FUSED[stock]}
+        assert classes(model) == {blocks.FUSED_CLASSES[stock]}
     assert classes(model) == {stock}
     assert [dict(vars(block)) for block in model.transformer_blocks] == before
 
 
 def test_installs_stack_with_their_levels():
     model = ltx2_transformer()
-    stock, ours = list(blocks.FUSED.items())[1]
+    stock, ours = list(blocks.FUSED_CLASSES.items())[1]
     below = videoattn.install(model, level="block")
     above = videoattn.install(model)
     assert classes(model) == {stock}
@@ -156,4 +156,30 @@ def test_compiled_blocks_share_a_graph():
     videoattn.install(model, level="block")
     model(**inputs)
     assert backend.graphs == 1
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("order", ["compile_first", "install_first"])
+def test_blocks_inside_torch_compiles_wrappers(order):
+    torch.compiler.reset()
+    model, expected = ltx_transformer(), ltx_transformer()(**ltx_inputs())[0]
+
+    def compile_each():
+        for index, block in enumerate(model.transformer_blocks):
+            model.transformer_blocks[index] = torch.compile(block, backend=CountingBackend(), fullgraph=True)
+
+    if order == "compile_first":
+        compile_each()
+    handle = videoattn.install(model, level="block")
+    if order == "install_first":
+        compile_each()
+    stock = transformer_ltx.LTXVideoTransformerBlock
+    assert {type(block._orig_mod) for block in model.transformer_blocks} == {blocks.FUSED_CLASSES[stock]}
+    torch.testing.assert_close(model(**ltx_inputs())[0], expected, atol=1e-5, rtol=1e-5)
+    with videoattn.install(model):
+        torch.testing.assert_close(model(**ltx_inputs())[0], expected, atol=1e-5, rtol=1e-5)
+    handle.uninstall()
+    assert {type(block._orig_mod) for block in model.transformer_blocks} == {stock}
+    assert not any("videoattn" in name for module in model.modules() for name in vars(module))
+    torch.testing.assert_close(model(**ltx_inputs())[0], expected, atol=1e-5, rtol=1e-5)
     torch.compiler.reset()

@@ -59,10 +59,10 @@ class Processor:
             backend = getattr(self._attention_backend, "value", self._attention_backend)
             raise RuntimeError(
                 f"diffusers' attention backend '{backend}' was set while videoattn is "
-                "installed: call reset_attention_backend(), or uninstall() to use it"
+                "installed: call reset_attention_backend(), or videoattn.uninstall(pipe) to use it"
             )
         if attn.fused_projections:
-            raise RuntimeError(FUSED)
+            raise RuntimeError(FUSED_PROJECTIONS)
 
     def attend(
         self,
@@ -78,7 +78,8 @@ class Processor:
         """
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             raise RuntimeError(
-                "videoattn has no backward: run the model under torch.no_grad(), or uninstall() to train"
+                "videoattn has no backward: run the model under torch.no_grad(), or "
+                "videoattn.uninstall(model) to train"
             )
         streams = self.streams
         kv_len = key.shape[1] if streams is None else streams.kv_len(self.kind, key.shape[1])
@@ -98,7 +99,7 @@ class Processor:
         return out.flatten(2, 3).to(query.dtype)
 
 
-FUSED = (
+FUSED_PROJECTIONS = (
     "fuse_qkv_projections() is of no use to LTX models: they never read the fused weights, which "
     "only take memory, and audio-video attention cannot be fused; call unfuse_qkv_projections()"
 )

@@ -7,30 +7,39 @@ class is exchanged. One class for all blocks, and not a function for each, is wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
+from diffusers.hooks._helpers import TransformerBlockRegistry
 from diffusers.models.activations import GELU
 from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers import transformer_ltx, transformer_ltx2
 
 from videoattn.processors.fused import Fusion, Modulation, Parameter, Residual, Rotary, parameter
 from videoattn.processors.overlap import both
+from videoattn.processors.sites import unwrap
 
 ATTRIBUTE = "_videoattn_fusion"
 # Numbers of a layer's modulation parameters, in the order of its table.
 SHIFT_ATTN, SCALE_ATTN, GATE_ATTN, SHIFT_FF, SCALE_FF, GATE_FF, SHIFT_TEXT, SCALE_TEXT, GATE_TEXT = range(9)
+# Numbers of the normed tensors that `before_meeting` asks for: the first and the last, since with one
+# direction off there is only the other's.
+FOR_AUDIO_TO_VIDEO, FOR_VIDEO_TO_AUDIO = 0, -1
 
 
-def _while_installed(stock: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _while_installed(stock: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A hook put around a block's forward keeps it after uninstall(): from then on it must be stock's."""
+
+    unfused = stock.forward  # read here: Dynamo traces no attribute of a class
 
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (forward if hasattr(self, ATTRIBUTE) else stock.forward)(self, *args, **kwargs)
+            return (forward if hasattr(self, ATTRIBUTE) else unfused)(self, *args, **kwargs)
 
         return call
 
@@ -136,8 +145,8 @@ class LTX2VideoTransformerBlock(transformer_ltx2.LTX2VideoTransformerBlock):
             a2v = ca_video_rotary_emb, ca_audio_rotary_emb, a2v_cross_attention_mask
             v2a = ca_audio_rotary_emb, ca_video_rotary_emb, v2a_cross_attention_mask
             both(
-                partial(video.meet, audio, 0, *a2v) if meets[0] else _nothing,
-                partial(audio.meet, video, -1, *v2a) if meets[1] else _nothing,
+                partial(video.meet, audio, FOR_AUDIO_TO_VIDEO, *a2v) if meets[0] else _nothing,
+                partial(audio.meet, video, FOR_VIDEO_TO_AUDIO, *v2a) if meets[1] else _nothing,
             )
         _settle(video.before_feed_forward(), audio.before_feed_forward(), streams)
         ends = both(video.feed_forward, audio.feed_forward)
@@ -247,15 +256,15 @@ class _Stream:
     def meet(
         self,
         other: _Stream,
-        which: int,
+        direction: int,
         rotary_emb: Rotary | None,
         other_rotary_emb: Rotary | None,
         mask: torch.Tensor | None,
     ) -> None:
-        """Attention to the other modality, of both modalities' normed tensors of that number."""
+        """Attention to the other modality, of both modalities' normed tensors for that direction."""
         self.branch = self.attentions[2](
-            self.normed[which],
-            encoder_hidden_states=other.normed[which],
+            self.normed[direction],
+            encoder_hidden_states=other.normed[direction],
             query_rotary_emb=rotary_emb,
             key_rotary_emb=other_rotary_emb,
             attention_mask=mask,
@@ -306,12 +315,15 @@ def _modulated_texts(
 
 
 def feed_forward(fusion: Fusion, ff: Any, x: torch.Tensor) -> torch.Tensor:
-    """The feed-forward; its first layer and GELU in one where that layer is a linear layer and no more.
+    """The feed-forward; its first layer and GELU in one where no more than these would run.
 
-    Adapters, quantised weights and offloaded or cast layers bring a forward of their own, which then runs.
+    Adapters, quantised weights and hooks, on it or on what it is made of, bring a forward of their own, which
+    then runs.
     """
     first = ff.net[0]
     if type(first) is not GELU or first.approximate != "tanh" or not _plain(first.proj, x):
+        return ff(x)
+    if not (_is_untouched(ff) and _is_untouched(first)):
         return ff(x)
     x = fusion.linear_gelu(x, first.proj)
     for module in ff.net[1:]:
@@ -324,27 +336,46 @@ def _plain(linear: Any, x: torch.Tensor) -> bool:
         type(linear) is torch.nn.Linear
         and type(linear.weight) is torch.nn.Parameter
         and linear.weight.dtype == x.dtype
-        and not hooked(linear)
+        and _is_untouched(linear)
+    )
+
+
+def _is_untouched(module: torch.nn.Module) -> bool:
+    """Whether calling the module runs its class's forward and nothing else."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not (hooks or hooked(module)) and _has_no_forward_but(module, (type(module),))
+
+
+def _has_no_forward_but(module: Any, classes: Iterable[type]) -> bool:
+    """Whether the module has no `forward` of its own, or one of these classes', which removed hooks leave."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return True
+    return (
+        type(forward) is MethodType
+        and forward.__self__ is module
+        and any(forward.__func__ is each.forward for each in classes)
     )
 
 
 def hooked(module: torch.nn.Module) -> bool:
-    """Whether diffusers or accelerate move or cast the module's weights around its forward."""
+    """Whether diffusers or accelerate wrap the forward: offloading, casting, caches, layer skipping."""
     # diffusers' cache_context leaves empty registries behind.
     registry: Any = getattr(module, "_diffusers_hook", None)
     return hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
 
 
-FUSED: dict[type, type] = {
+FUSED_CLASSES: dict[type, type] = {
     transformer_ltx.LTXVideoTransformerBlock: LTXVideoTransformerBlock,
     transformer_ltx2.LTX2VideoTransformerBlock: LTX2VideoTransformerBlock,
 }
-STOCK = {fused: stock for stock, fused in FUSED.items()}
+STOCK_CLASSES = {fused: stock for stock, fused in FUSED_CLASSES.items()}
+_CLASSES = (*FUSED_CLASSES, *STOCK_CLASSES)
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """The transformer's blocks; none of text connectors."""
-    return list(getattr(model, "transformer_blocks", ()))
+    """The transformer's blocks, inside torch.compile's wrappers; none of text connectors."""
+    return [unwrap(block) for block in getattr(model, "transformer_blocks", ())]
 
 
 def require(model: Any) -> None:
@@ -352,17 +383,18 @@ def require(model: Any) -> None:
 
     Raises:
         ValueError: a block or a norm of another class, or modulation tables of another dtype.
-        RuntimeError: a block was offloaded before.
+        RuntimeError: a block's forward is wrapped already.
     """
     for block in blocks_of(model):
-        if type(block) not in FUSED and type(block) not in STOCK:
+        if type(block) not in _CLASSES:
             kind = type(block)
             raise ValueError(
                 f"level='block' does not know {kind.__module__}.{kind.__qualname__}: use level='attention'"
             )
-        if hooked(block) or "forward" in vars(block):
+        if hooked(block) or not _has_no_forward_but(block, _CLASSES):
             raise RuntimeError(
-                "the model's blocks are offloaded or cast already: install(level='block') before that"
+                "something wraps the forward of the model's blocks already (offloading, casting, a cache, "
+                "layer skipping): undo that, install(level='block'), then do it again"
             )
         if block.scale_shift_table.dtype != model.dtype:
             raise ValueError(
@@ -376,9 +408,21 @@ def require(model: Any) -> None:
 
 def apply(block: Any, fusion: Fusion | None) -> None:
     """Make a block run fused, or, without `fusion`, as diffusers has it."""
+    if _has_no_forward_but(block, _CLASSES):
+        vars(block).pop("forward", None)
     if fusion is not None:
-        block.__class__ = FUSED.get(type(block), type(block))
+        block.__class__ = FUSED_CLASSES.get(type(block), type(block))
         setattr(block, ATTRIBUTE, fusion)
+        _register(type(block))
     elif hasattr(block, ATTRIBUTE):
-        block.__class__ = STOCK[type(block)]
+        block.__class__ = STOCK_CLASSES.get(type(block), type(block))
         delattr(block, ATTRIBUTE)
+
+
+def _register(fused: type) -> None:
+    """Tell diffusers' hooks around blocks (caches, layer skipping) where a block has its hidden states."""
+    try:
+        known = TransformerBlockRegistry.get(STOCK_CLASSES[fused])
+    except ValueError:
+        return  # no such hook serves these blocks in stock diffusers
+    TransformerBlockRegistry.register(fused, replace(known))

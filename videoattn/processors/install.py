@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,8 @@ from videoattn.kernels import verify
 from videoattn.processors.base import Processor
 from videoattn.processors.levels import CALL, Level, fusion_for, says
 from videoattn.processors.parallel.streams import require_supported
-from videoattn.processors.sites import Site, execution_device, models, nominal_call, sites
-from videoattn.processors.stack import Layer, push, remove, stack_of, streams_of
+from videoattn.processors.sites import Site, execution_device, nominal_call, parts, sites
+from videoattn.processors.stack import Layer, Stack, in_force, push, remove, streams_of
 
 if TYPE_CHECKING:
     from videoattn.processors.fused import Engine, Fusion
@@ -56,33 +57,45 @@ def install(
         RuntimeError: the model is parallel in a way that videoattn does not serve, or the level needs what is
             missing: Triton, or weights that stay in their place; the message says why.
     """
-    transformer, connectors = models(target)
-    parts = [transformer] if connectors is None else [transformer, connectors]
-    found = {id(part): sites(part) for part in parts}
-    present: dict[Kind, None] = {site.kind: None for part in parts for site in found[id(part)]}
+    found = [(part, sites(part)) for part in parts(target)]
+    present: dict[Kind, None] = {site.kind: None for _, part_sites in found for site in part_sites}
     names = _kernel_names(kernels, tuple(present))
-    for part in parts:
+    for part, part_sites in found:
         require_supported(part, getattr(part, "_parallel_config", None))
-        _require(names, _calls(part, found[id(part)]))
-    fusion = fusion_for(level, under_compile, found, parts)
-    _self_check(names, [(part, found[id(part)]) for part in parts])
-    layers = []
-    for part in parts:
-        stack = stack_of(part, found[id(part)])
+        _require(names, _calls(part, part_sites))
+    fusion = fusion_for(level, under_compile, found)
+    _self_check(names, found)
+
+    def layer(part_sites: list[Site], stack: Stack) -> Layer:
         processors: dict[Kind, Processor] = {
             site.kind: site.processor(
                 site.kind, names[site.kind], stack.text_masks.get(site.kind), stack.streams, fusion
             )
-            for site in found[id(part)]
+            for site in part_sites
         }
-        layer = Layer(processors, fusion if level == "block" and part is transformer else None)
-        push(part, layer)
-        layers.append((part, found[id(part)], layer))
+        return Layer(processors, fusion if level == "block" else None)
+
+    layers = [
+        (part, part_sites, push(part, part_sites, partial(layer, part_sites))) for part, part_sites in found
+    ]
     return Handle(names, layers, level, fusion)
 
 
+def uninstall(target: Any) -> None:
+    """Undo every install on a pipeline's transformer and text connectors, or on a transformer alone.
+
+    For where no handle is left: the cell that installed ran again, or the model is a copy of one that was
+    installed. A target without installs is left as it is.
+
+    Raises:
+        TypeError: `target` is no such model.
+    """
+    for part in parts(target):
+        remove(part)
+
+
 class Handle:
-    """One install in force; `uninstall()`, or leaving its `with` block, puts back what was there before."""
+    """One install in force; `uninstall()`, or leaving its `with` block, takes it away."""
 
     def __init__(
         self,
@@ -95,22 +108,27 @@ class Handle:
         self.level: Level = level
         self._layers = layers
         self._fusion = fusion
-        self._installed = True
+        self._models = " and ".join(type(model).__name__ for model, _, _ in layers)
+        self._counts: Counter[Kind] = Counter(site.kind for _, part, _ in layers for site in part)
+        # What it served, once the models are let go.
+        self._served: tuple[dict[Kind, AttentionCall], str] | None = None
         self._entered = 0
 
     @property
     def installed(self) -> bool:
         """Whether this install is in force, alone or below a later one."""
-        return self._installed
+        return any(in_force(model, layer) for model, _, layer in self._layers)
 
     @property
     def layers(self) -> dict[Kind, int]:
         """Attention calls of each kind in one forward of the transformer, or of the text connectors."""
-        return dict(Counter(site.kind for _, part, _ in self._layers for site in part))
+        return dict(self._counts)
 
     @property
     def calls(self) -> dict[Kind, AttentionCall]:
         """For each kind the call its receipt describes: a typical clip's, on the model's current device."""
+        if self._served is not None:
+            return dict(self._served[0])
         calls: dict[Kind, AttentionCall] = {}
         for model, part, _ in self._layers:
             calls.update(_calls(model, part))
@@ -125,17 +143,25 @@ class Handle:
     @property
     def around(self) -> str:
         """One phrase on what runs fused around the calls, and by what; empty at level `call`."""
+        if self._served is not None:
+            return self._served[1]
         return says(self.level, self._fusion, execution_device(self._layers[0][0]))
 
     def uninstall(self) -> None:
-        """Put back the processors that this install replaced; a second call does nothing."""
-        if self._installed:
-            self._installed = False
-            for model, _, layer in self._layers:
-                remove(model, layer)
+        """Take this install away, and let go of the models.
+
+        Their calls go to the latest install still in force, or else to the processors from before the first
+        one, the same objects. A processor that someone else set meanwhile stays. The handle goes on telling
+        what it served; a second call does nothing.
+        """
+        if self._served is None:
+            self._served = self.calls, self.around
+        for model, _, layer in self._layers:
+            remove(model, layer)
+        self._layers = []
 
     def __enter__(self) -> Handle:
-        if not self._installed:
+        if not self.installed:
             raise RuntimeError("this install was undone: call install() again")
         self._entered += 1
         return self
@@ -148,12 +174,11 @@ class Handle:
             self.uninstall()
 
     def __repr__(self) -> str:
-        models = " and ".join(type(model).__name__ for model, _, _ in self._layers)
-        if not self._installed:
-            return f"<videoattn, no longer on {models}>"
+        if not self.installed:
+            return f"<videoattn, no longer on {self._models}>"
         kernels = ", ".join(f"{kind}={self.kernels[kind]}" for kind in self.layers)
         level = "" if self.level == CALL else f", level {self.level}"
-        return f"<videoattn on {models}: {kernels}{level}>"
+        return f"<videoattn on {self._models}: {kernels}{level}>"
 
 
 def _kernel_names(kernels: Kernels, kinds: tuple[Kind, ...]) -> dict[Kind, str]:

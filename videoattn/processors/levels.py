@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -16,15 +16,13 @@ Level = Literal["call", "attention", "block"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 CALL: Level = "call"
 
-_FUSED = {
+_RUNS_FUSED = {
     "attention": "QK norm with rotary embedding, head gates",
     "block": "QK norm with rotary embedding, head gates, residual with norm and modulation, linear with GELU",
 }
 
 
-def fusion_for(
-    level: Level, under_compile: Engine, sites: Mapping[int, list[Site]], parts: Iterable[Any]
-) -> Fusion | None:
+def fusion_for(level: Level, under_compile: Engine, parts: Iterable[tuple[Any, list[Site]]]) -> Fusion | None:
     """What runs the fused work of that level on these models, None at level `call`.
 
     Raises as `install` says.
@@ -36,10 +34,10 @@ def fusion_for(
     from videoattn.processors import blocks, fused
 
     fusion = fused.Fusion(under_compile)
-    for part in parts:
+    for part, sites in parts:
         if execution_device(part).type == "cuda" and not fusion.available:
             raise RuntimeError(fused.NO_TRITON)
-        for site in sites[id(part)]:
+        for site in sites:
             _require_norms(site, level)
         if level == "block":
             blocks.require(part)
@@ -59,8 +57,8 @@ def _require_norms(site: Site, level: Level) -> None:
             )
         if hooked(norm):
             raise RuntimeError(
-                f"level={level!r} reads the weights of {site.path}.{name}, which are offloaded or cast layer "
-                "by layer: use level='call', or offload whole blocks"
+                f"level={level!r} reads the weights of {site.path}.{name}, whose forward is wrapped, by "
+                "offloading or casting layer by layer: use level='call', or offload whole blocks"
             )
 
 
@@ -70,4 +68,4 @@ def says(level: Level, fusion: Fusion | None, device: torch.device) -> str:
         return ""
     engine = "fused by Triton" if fusion.engine(device) == "triton" else f"by torch, on {device.type}"
     compiled = "" if fusion.under_compile == "triton" else "; under torch.compile by torch"
-    return f"level {level}: {_FUSED[level]}, {engine}{compiled}"
+    return f"level {level}: {_RUNS_FUSED[level]}, {engine}{compiled}"

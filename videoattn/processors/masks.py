@@ -1,18 +1,20 @@
 """Which masks may be dropped or become key lengths: decided once per prompt, outside compiled code.
 
 A pre-hook on the module that receives the masks looks at each new mask once and leaves the verdict in a
-`TextMask`, which the processors of that kind share. Traced code reads the verdict as a guarded constant, so
-each form costs one graph, and takes the lengths from the mask at hand, so a verdict never carries values.
+`TextMask`, which the processors of that kind share until the forward ends. Traced code reads the verdict as
+a guarded constant, so each form costs one graph, and takes the lengths from the mask at hand, so a verdict
+never carries values.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from videoattn.dispatch import MaskForm
 
@@ -24,12 +26,15 @@ REMEMBERED = 4
 
 
 class TextMask:
-    """The form of the masks that the calls of one kind meet.
+    """The form of the masks that the calls of one kind meet in the forward that is running.
 
-    `dense` until a mask was looked at: a mask nobody vouches for is honoured whole.
+    `dense` outside of one, and until its mask was looked at: a mask nobody vouches for is honoured whole.
     """
 
     form: MaskForm = "dense"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy made during a forward is not in it
 
 
 class Watch:
@@ -38,9 +43,32 @@ class Watch:
     def __init__(self, arguments: Mapping[str, tuple[int, TextMask]]) -> None:
         self.arguments = dict(arguments)
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, MaskForm]] = []
+        self._outer: list[list[MaskForm]] = []
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"arguments": self.arguments, "_seen": []}
+        return {**vars(self), "_seen": [], "_outer": []}
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward that `begin` saw has not ended."""
+        return bool(self._outer)
+
+    def begin(self) -> None:
+        """A forward begins, perhaps inside another one of the same model."""
+        self._outer.append([text_mask.form for _, text_mask in self.arguments.values()])
+
+    def end(self) -> None:
+        """A forward ends, and what was known about its masks with it."""
+        if not self._outer:  # another pre-hook raised before ours ran
+            return
+        for (_, text_mask), form in zip(self.arguments.values(), self._outer.pop(), strict=True):
+            text_mask.form = form
+
+    def forget(self) -> None:
+        """Nothing is known about any mask."""
+        for _, text_mask in self.arguments.values():
+            text_mask.form = "dense"
 
     def forms(self, masks: Sequence[torch.Tensor]) -> list[MaskForm]:
         """The forms of the masks of one forward; what has to be read is read in one transfer.
@@ -90,7 +118,8 @@ def classify(mask: torch.Tensor) -> MaskForm:
 
     `mask` is multiplicative `(batch, kv_len)`, 1 for a valid key, or an additive bias `(batch, 1, kv_len)` or
     `(batch, 1, 1, kv_len)`, 0 for a valid key. `none`: every key is valid. `kv_lengths`: at least one leading
-    key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values.
+    key is valid and the rest is masked, per batch entry. `dense`: anything else, and masks without values, on
+    the meta device or fake.
     """
     return classify_all([mask])[0]
 
@@ -98,13 +127,15 @@ def classify(mask: torch.Tensor) -> MaskForm:
 def classify_all(masks: Sequence[torch.Tensor]) -> list[MaskForm]:
     """`classify` of each mask, in one transfer from each device, since a transfer waits for all its work."""
     forms: list[MaskForm] = ["dense"] * len(masks)
-    by_device: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     for index, mask in enumerate(masks):
-        if not mask.is_meta:
-            by_device.setdefault(mask.device, []).append(index)
-    for indices in by_device.values():
-        facts = torch.stack([_facts(masks[index]) for index in indices]).tolist()
-        for index, (all_valid, right_padded) in zip(indices, facts, strict=True):
+        facts = _facts(mask)
+        # Of a real mask too they are fake where a mode or a tracer makes them so.
+        if not facts.is_meta and not is_fake(facts):
+            by_device.setdefault(mask.device, {})[index] = facts
+    for known in by_device.values():
+        read = torch.stack(list(known.values())).tolist()
+        for index, (all_valid, right_padded) in zip(known, read, strict=True):
             forms[index] = "none" if all_valid else "kv_lengths" if right_padded else "dense"
     return forms
 
@@ -136,10 +167,31 @@ def apply(form: MaskForm, mask: torch.Tensor, kv_len: int) -> tuple[torch.Tensor
     return (mask if mask.dim() == 4 else mask[:, None]), None
 
 
-@torch.compiler.disable(reason="reads the masks' values")  # pyright: ignore[reportArgumentType]
+def _forget_masks(module: torch.nn.Module, *_: Any) -> None:
+    # Inlined into a larger graph there is no moment to look at values, and what is known may be out of date.
+    getattr(module, ATTRIBUTE).forget()
+
+
+def _outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, which torch.compile calls outside the graph of the module it compiles."""
+    disable: Any = torch.compiler.disable
+    outside = disable(hook, reason="reads the masks' values")
+    torch.compiler.substitute_in_graph(outside, skip_signature_check=True)(_forget_masks)
+    return outside
+
+
+@_outside_graphs
+def begin_forward(module: torch.nn.Module, _args: tuple[Any, ...]) -> None:
+    """The pre-hook on the module whose forward a verdict lasts for."""
+    getattr(module, ATTRIBUTE).begin()
+
+
+@_outside_graphs
 def look_at_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The pre-hook; torch.compile calls it outside the graph of the module it compiles."""
+    """The pre-hook on the module that receives the masks."""
     seen: Watch = getattr(module, ATTRIBUTE)
+    if not seen.running:
+        return  # a connector's block called by itself: no end would take the verdict back
     given = [
         (text_mask, kwargs.get(name, args[position] if position < len(args) else None))
         for name, (position, text_mask) in seen.arguments.items()
@@ -150,22 +202,36 @@ def look_at_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
         text_mask.form = form
 
 
-@torch.compiler.substitute_in_graph(look_at_masks, skip_signature_check=True)
-def _forget_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Inlined into a larger graph there is no moment to look at values, and what is known may be out of date.
-    for _, text_mask in getattr(module, ATTRIBUTE).arguments.values():
-        text_mask.form = "dense"
+@_outside_graphs
+def end_forward(module: torch.nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+    """The hook that a forward ends with, also where it fails."""
+    getattr(module, ATTRIBUTE).end()
 
 
-def watch(module: torch.nn.Module, text_masks: Mapping[str, TextMask]) -> torch.utils.hooks.RemovableHandle:
-    """Look at the masks that `module.forward` receives, by argument name, before each forward."""
+def watch(
+    module: torch.nn.Module, text_masks: Mapping[str, TextMask], whole: torch.nn.Module | None = None
+) -> None:
+    """Look at the masks that `module.forward` receives, by argument name, before each forward.
+
+    What is found holds until that forward ends, or that of `whole`, of which `module` is a part.
+    """
+    whole = module if whole is None else whole
     parameters = list(inspect.signature(module.forward).parameters)
-    arguments = {name: (parameters.index(name), text_mask) for name, text_mask in text_masks.items()}
-    setattr(module, ATTRIBUTE, Watch(arguments))
-    return module.register_forward_pre_hook(look_at_masks, with_kwargs=True)  # pyright: ignore[reportArgumentType]
+    watch = Watch({name: (parameters.index(name), text_mask) for name, text_mask in text_masks.items()})
+    for each in (module, whole):
+        setattr(each, ATTRIBUTE, watch)
+    watch.hooks = [
+        whole.register_forward_pre_hook(begin_forward),
+        module.register_forward_pre_hook(look_at_masks, with_kwargs=True),
+        whole.register_forward_hook(end_forward, always_call=True),
+    ]
 
 
-def unwatch(module: torch.nn.Module, hook: torch.utils.hooks.RemovableHandle) -> None:
-    """Undo `watch`."""
-    hook.remove()
-    delattr(module, ATTRIBUTE)
+def unwatch(model: torch.nn.Module) -> None:
+    """Undo every `watch` of the model's modules."""
+    for module in model.modules():
+        watch: Watch | None = vars(module).pop(ATTRIBUTE, None)
+        if watch is not None:
+            watch.forget()
+            for hook in watch.hooks:
+                hook.remove()

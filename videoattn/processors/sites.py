@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from videoattn.dispatch import AttentionCall, Kind, MaskForm, device_capability
-from videoattn.processors.base import FUSED, Processor
+from videoattn.processors.base import FUSED_PROJECTIONS, Processor
 
 TRANSFORMERS = ("LTXVideoTransformer3DModel", "LTX2VideoTransformer3DModel")
 CONNECTORS = "LTX2TextConnectors"
@@ -70,9 +70,14 @@ def models(target: Any) -> tuple[Any, Any | None]:
         if transformer is not None:
             found += f" with a {type(transformer).__name__}"
         served = " or ".join(TRANSFORMERS)
-        raise TypeError(f"install() takes {served}, or a pipeline with one of them, not {found}")
+        raise TypeError(f"videoattn installs on {served}, or a pipeline with one of them, not {found}")
     connectors = unwrap(getattr(target, "connectors", None))
     return transformer, connectors if family(connectors) == CONNECTORS else None
+
+
+def parts(target: Any) -> list[Any]:
+    """The `models` of a target in one list."""
+    return [model for model in models(target) if model is not None]
 
 
 def sites(model: Any) -> list[Site]:
@@ -85,7 +90,7 @@ def sites(model: Any) -> list[Site]:
         path = path.replace("._orig_mod", "")
         if hasattr(module, "get_processor") and hasattr(module, "to_q"):
             if module.fused_projections:
-                raise ValueError(FUSED)
+                raise ValueError(FUSED_PROJECTIONS)
             result.append(Site(path, _kind(model, path), module, _serving(path, module.get_processor())))
     return result
 

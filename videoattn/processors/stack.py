@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from types import MethodType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from videoattn.dispatch import Kind
 from videoattn.processors import masks
-from videoattn.processors.base import FUSED, Processor
-from videoattn.processors.parallel.streams import Streams
+from videoattn.processors.base import FUSED_PROJECTIONS, Processor
+from videoattn.processors.parallel.streams import OfModel, Streams
 from videoattn.processors.sites import CONNECTORS, Site, family
 
 if TYPE_CHECKING:
@@ -38,29 +38,33 @@ class Stack:
     def __init__(self, model: Any, sites: list[Site]) -> None:
         self.layers: list[Layer] = []
         self.text_masks: dict[Kind, masks.TextMask] = {}
-        # A copy of a model made while videoattn was installed elsewhere has no original to go back to.
-        self.originals = {
-            site.module: site.processor.replaces()
-            if isinstance(site.module.processor, Processor)
-            else site.module.processor
-            for site in sites
-        }
-        self.kinds: dict[Any, Kind] = {site.module: site.kind for site in sites}
+        self.originals: dict[Any, Any] = {}
+        self.kinds: dict[Any, Kind] = {}
+        self.meet(sites)
         self._fused_blocks = False
-        self._watched: list[tuple[Any, Any]] = []
-        for module, names in _masks_of(model, sites):
+        for module, names, whole in _masks_of(model, sites):
             looked_at = {
                 name: self.text_masks.setdefault(kind, masks.TextMask()) for name, kind in names.items()
             }
-            self._watched.append((module, masks.watch(module, looked_at)))
+            masks.watch(module, looked_at, whole)
         if hasattr(model, "fuse_qkv_projections"):
             model.fuse_qkv_projections = _refuse_fusing
         self.streams: Streams | None = None
         if family(model) != CONNECTORS:
             self.streams = Streams(model)
             self.streams.adopt()
-            # A method, so that a copy of the model gets one of its own.
-            model.enable_parallelism = MethodType(_enable_parallelism, model)
+            model.enable_parallelism = EnableParallelism(model)
+
+    def meet(self, sites: list[Site]) -> None:
+        """Take note of the processors to go back to: those of the model's that are not ours now."""
+        for site in sites:
+            processor = site.module.processor
+            self.kinds[site.module] = site.kind
+            if not isinstance(processor, Processor):
+                self.originals[site.module] = processor
+            elif site.module not in self.originals:
+                # A copy of a model made while videoattn was installed elsewhere has no original.
+                self.originals[site.module] = site.processor.replaces()
 
     def apply(self, model: Any) -> None:
         """Give every attention module the processor that is now in force; leave a stranger's alone."""
@@ -79,48 +83,50 @@ class Stack:
 
     def dismantle(self, model: Any) -> None:
         """Undo what the constructor did to the model."""
-        for module, hook in self._watched:
-            masks.unwatch(module, hook)
+        masks.unwatch(model)
+        for name in ("fuse_qkv_projections", "enable_parallelism"):
+            vars(model).pop(name, None)
         if self.streams is not None:
             self.streams.release()
-        for name in ("fuse_qkv_projections", "enable_parallelism"):
-            if name in vars(model):
-                delattr(model, name)
 
 
-def _masks_of(model: Any, sites: list[Site]) -> list[tuple[torch.nn.Module, dict[str, Kind]]]:
-    """The modules that receive text masks, and the kind that each mask argument of theirs concerns."""
+def _masks_of(
+    model: Any, sites: list[Site]
+) -> list[tuple[torch.nn.Module, dict[str, Kind], torch.nn.Module]]:
+    """The modules that receive text masks, the kind that each mask argument of theirs concerns, and the
+    module whose forward meets these masks."""
     if family(model) == CONNECTORS:
+        parts: list[tuple[Any, Kind]] = [
+            (model.video_connector, "video_connector"),
+            (model.audio_connector, "audio_connector"),
+        ]
         # The first block: on the way there learnable registers replace the padding and its mask.
         return [
-            (model.video_connector.transformer_blocks[0], {"attention_mask": "video_connector"}),
-            (model.audio_connector.transformer_blocks[0], {"attention_mask": "audio_connector"}),
+            (block, {"attention_mask": kind}, part)
+            for part, kind in parts
+            for block in part.transformer_blocks[:1]
         ]
     names: dict[str, Kind] = {
         "encoder_attention_mask": "video_text",
         "audio_encoder_attention_mask": "audio_text",
     }
     present = {site.kind for site in sites}
-    return [(model, {name: kind for name, kind in names.items() if kind in present})]
+    return [(model, {name: kind for name, kind in names.items() if kind in present}, model)]
 
 
 def _refuse_fusing(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(FUSED)
+    raise RuntimeError(FUSED_PROJECTIONS)
 
 
-def _enable_parallelism(model: Any, *, config: Any, cp_plan: Any = None) -> None:
-    if cp_plan is not None:
-        raise ValueError("videoattn splits LTX models by a plan of its own: leave cp_plan out")
-    streams: Streams = getattr(model, ATTRIBUTE).streams
-    streams.enable(config)
+class EnableParallelism(OfModel):
+    """In place of a model's `enable_parallelism`."""
 
-
-def stack_of(model: Any, sites: list[Site]) -> Stack:
-    """The model's stack, made at its first install."""
-    with _lock:
-        if ATTRIBUTE not in vars(model):
-            setattr(model, ATTRIBUTE, Stack(model, sites))
-        return getattr(model, ATTRIBUTE)
+    def __call__(self, *, config: Any, cp_plan: Any = None) -> None:
+        """What diffusers' does, by our plan; raises as `Streams.enable` says."""
+        if cp_plan is not None:
+            raise ValueError("videoattn splits LTX models by a plan of its own: leave cp_plan out")
+        streams: Streams = getattr(self._model, ATTRIBUTE).streams
+        streams.enable(config)
 
 
 def streams_of(model: Any) -> Streams | None:
@@ -134,23 +140,41 @@ def state_of(model: Any) -> tuple[Any, ...]:
     stack: Stack | None = vars(model).get(ATTRIBUTE)
     if stack is None:
         return ()
-    return stack.layers[-1], tuple(mask.form for mask in stack.text_masks.values())
+    return *stack.layers[-1:], tuple(mask.form for mask in stack.text_masks.values())
 
 
-def push(model: Any, layer: Layer) -> None:
-    """Put an install in force."""
+def push(model: Any, sites: list[Site], make: Callable[[Stack], Layer]) -> Layer:
+    """Put an install, made for the model's stack, in force."""
     with _lock:
-        stack: Stack = getattr(model, ATTRIBUTE)
+        stack: Stack | None = vars(model).get(ATTRIBUTE)
+        if stack is None:
+            stack = Stack(model, sites)
+            setattr(model, ATTRIBUTE, stack)
+        else:
+            stack.meet(sites)
+        layer = make(stack)
         stack.layers.append(layer)
         stack.apply(model)
+        return layer
 
 
-def remove(model: Any, layer: Layer) -> None:
-    """Take an install away, wherever it lies; after the last one the original processors are back."""
+def in_force(model: Any, layer: Layer) -> bool:
+    """Whether an install is on the model, alone or below a later one."""
+    stack: Stack | None = vars(model).get(ATTRIBUTE)
+    return stack is not None and layer in stack.layers
+
+
+def remove(model: Any, layer: Layer | None = None) -> None:
+    """Take an install away, wherever it lies, or all; after the last one the original processors are back.
+
+    What is gone already is no error, so that one that failed half-way can be tried again.
+    """
     with _lock:
-        stack: Stack = getattr(model, ATTRIBUTE)
-        stack.layers.remove(layer)
+        stack: Stack | None = vars(model).get(ATTRIBUTE)
+        if stack is None:
+            return
+        stack.layers = [each for each in stack.layers if layer is not None and each is not layer]
         stack.apply(model)
         if not stack.layers:
-            stack.dismantle(model)
             delattr(model, ATTRIBUTE)
+            stack.dismantle(model)

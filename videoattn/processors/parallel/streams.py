@@ -9,6 +9,7 @@ under 0.1 % of a 1536×1024 forward, 2 % of a 384×256 one.
 from __future__ import annotations
 
 import inspect
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,24 @@ VIDEO_QUERIES = ("video_self", "video_text", "audio_to_video")
 VIDEO_KEYS = ("video_self", "video_to_audio")
 
 
-class Streams:
+class OfModel:
+    """Something that hangs on a model without keeping it alive; a copy of the model has one of its own."""
+
+    def __init__(self, model: Any) -> None:
+        self._reference = weakref.ref(model)
+
+    @property
+    def _model(self) -> Any:
+        return self._reference()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reference": self._model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
+
+
+class Streams(OfModel):
     """The part of one transformer's tokens that this rank computes; everything, until `enable` or `adopt`.
 
     While it is enabled, hooks split the video at the model's entry and gather it at the exit. diffusers' own
@@ -46,10 +64,10 @@ class Streams:
     """
 
     def __init__(self, model: Any) -> None:
+        super().__init__(model)
         self.config: Any = None
         self.groups: Groups | None = None
         self.tokens = 0
-        self._model: Any = model
         self._hooks: list[Any] = []
         self._stock: list[tuple[Any, str, Any]] | None = None
 
@@ -92,11 +110,12 @@ class Streams:
 
     def adopt(self) -> None:
         """Take over from `enable_parallelism()`, if it was called before videoattn was installed."""
-        config = self._model._parallel_config
+        model = self._model
+        config = model._parallel_config
         if config is None:
             return
-        require_supported(self._model, config)
-        self._stock = _stock_hooks(self._model)
+        require_supported(model, config)
+        self._stock = _stock_hooks(model)
         for registry, name, _ in self._stock:
             registry.remove_hook(name, recurse=False)
         self._start(config)
@@ -113,11 +132,12 @@ class Streams:
             for registry, name, hook in self._stock:
                 registry.register_hook(hook, name)
             return
-        for module in self._model.modules():
+        model = self._model
+        for module in model.modules():
             processor: Any = getattr(module, "processor", None)
             if hasattr(processor, "_parallel_config"):
                 processor._parallel_config = config
-        apply_context_parallel(self._model, config.context_parallel_config, type(self._model)._cp_plan)
+        apply_context_parallel(model, config.context_parallel_config, type(model)._cp_plan)
 
     def _start(self, config: Any) -> None:
         self.config = config
@@ -134,9 +154,9 @@ class Streams:
         self._hooks.append(model.proj_out.register_forward_hook(self._gather_output))
 
     def _split_inputs(
-        self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        _refuse_caching(self._model)
+        _refuse_caching(model)
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         self.tokens = given["hidden_states"].shape[1]
         split = {}
