@@ -158,6 +158,10 @@ def test_what_does_not_overlap_is_refused():
     with pytest.raises(RuntimeError, match="LTX-2"):
         regions.require_overlap(video_only)
     model = fused()
+    model.transformer_blocks[0] = torch.compile(model.transformer_blocks[0])
+    with pytest.raises(RuntimeError, match="not compiled"):
+        regions.require_overlap(model)
+    model = fused()
     regions.require_overlap(model)
     regions.compile_blocks(model)
     with pytest.raises(RuntimeError, match="not compiled"):

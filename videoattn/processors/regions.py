@@ -284,7 +284,8 @@ def require_overlap(model: Any) -> None:
     blocks = blocks_of(model)
     if not all(isinstance(block, LTX2VideoTransformerBlock) for block in blocks):
         raise RuntimeError("overlap takes an LTX-2 model's fused blocks: install(level='block') before it")
-    if any(block._compiled_call_impl is not None for block in blocks):
+    wrapped = any(block is not given for block, given in zip(blocks, model.transformer_blocks, strict=True))
+    if wrapped or any(block._compiled_call_impl is not None for block in blocks):
         raise RuntimeError(
             "overlap takes blocks that are not compiled: do without compile_blocks() or overlap"
         )
