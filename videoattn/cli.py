@@ -228,7 +228,7 @@ def sim_ladder(
     step
         A step's number or name; all by default.
     schedule
-        early, late, random or random:SEED; several, comma-separated.
+        early, late, random, random:SEED or slow:WARPS; several, comma-separated.
     shape
         HEADSxQ_LENxKV_LEN.
     trace
@@ -259,7 +259,7 @@ def sim_run(
     launch
         JSON: entry, grid, block, dynamic_smem, args and buffers, as docs/simulator.md describes.
     schedule
-        early, late, random or random:SEED.
+        early, late, random, random:SEED or slow:WARPS.
     trace
         Print every warp's and engine's events.
     timeline

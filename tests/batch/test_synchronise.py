@@ -126,3 +126,18 @@ def test_a_run_begins_with_retries_of_its_own_and_no_more(tmp_path, jobs):
         assert [store.get(job).tries for job in (1, 2, 3)] == [4, 3, 3]
         synchronise(store, planned, Options(retries=0), print)
         assert fail_until_none_is_left(store) == "abc"
+
+
+def test_what_the_hash_leaves_out_is_taken_up_by_jobs_that_are_not_done(tmp_path, jobs):
+    rows = [{"prompt": name, "name": name} for name in "abc"]
+    with Store(tmp_path / "out") as store:
+        synchronise(store, jobs(*rows), Options(), print)
+        done = finish_next(store)
+        _, token = store.claim("cpu")
+        store.fail(token, "no", retry=False)
+        ids, todo = synchronise(store, jobs(*rows), Options(timing=True), print)
+        assert [store.get(job).payload["timing"] for job in ids] == [False, True, True]
+        assert todo == [job for job in ids if job != done]
+        allowed = [{**row, "allow_offload": True} for row in rows]
+        ids, _ = synchronise(store, jobs(*allowed), Options(timing=True), print)
+        assert [store.get(job).payload["allow_offload"] for job in ids] == [False, True, True]

@@ -204,7 +204,7 @@ def _read_jsonl(file: str, text: str, problems: Problems) -> list[Row]:
     rows: list[Row] = []
     defaults: dict[str, Any] = {}
     number = 0
-    for index, line in enumerate(text.splitlines(), start=1):
+    for index, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         place = Place(file, line=index)

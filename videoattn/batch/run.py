@@ -174,6 +174,10 @@ def synchronise(
         if job.hash != planned.hash or (job.state is JobState.DONE and not options.resume):
             store.replace(job.id, wanted)
             todo.add(job.id)
+        elif job.state is not JobState.DONE and job.payload != wanted.payload:
+            # What has no part in the hash, a timing log or leave to offload, is asked for anew.
+            store.replace(job.id, wanted)
+            todo.add(job.id)
         elif job.state is JobState.PENDING:
             todo.add(job.id)
         elif job.state is not JobState.DONE:

@@ -52,8 +52,13 @@ def new_job(
 
 
 def content_hash(job: Mapping[str, Any], image_sha256: str | None) -> str:
-    """What names the work of a resolved job: its settings, with the image's content in place of its path."""
-    return job_hash({**job, "image": image_sha256})
+    """What names the work of a resolved job: its settings, with the image's content in place of its path.
+
+    Other paths count as whole ones, as the clip will carry them.
+    """
+    from videoattn.render.metadata import rooted
+
+    return job_hash({**rooted(job), "image": image_sha256})
 
 
 def identify(path: Path) -> NewJob | None:

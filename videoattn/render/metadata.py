@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from videoattn.render.errors import RenderError, UsageError
-from videoattn.render.job import RenderJob
+from videoattn.render.job import RenderJob, parse_lora
 from videoattn.version import __version__
 
 PACKAGES = ("torch", "diffusers", "transformers", "av")
@@ -34,7 +35,7 @@ def describe(job: RenderJob, *, device: str, receipt: dict[str, Any] | None, **m
     """Everything recorded with a clip; the same for every run of one job on one machine."""
     return {
         "videoattn": SCHEMA,
-        "job": _rooted(job).model_dump(mode="json"),
+        "job": rooted(job.model_dump(mode="json")),
         **{name: value for name, value in more.items() if value is not None},
         "device": device,
         "versions": versions(),
@@ -42,21 +43,21 @@ def describe(job: RenderJob, *, device: str, receipt: dict[str, Any] | None, **m
     }
 
 
-def _rooted(job: RenderJob) -> RenderJob:
-    """The job with whole paths, so that the clip can be rendered again from another folder."""
+def rooted(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's fields with whole paths, so that its clip can be rendered again from another folder."""
 
-    def whole(text: str | None) -> str | None:
+    def whole(text: Any) -> Any:
         if not text or text == DEMO:
             return text
         path = Path(text).expanduser()
         return os.path.abspath(path) if path.exists() else text
 
-    update: dict[str, Any] = {name: whole(getattr(job, name)) for name in PLACES}
-    update["lora"] = tuple(
-        f"{whole(lora.source)}{entry[len(lora.source) :]}"
-        for entry, lora in zip(job.lora, job.loras, strict=True)
-    )
-    return job.model_copy(update=update)
+    loras = [(entry, parse_lora(entry).source) for entry in job["lora"]]
+    return {
+        **job,
+        **{name: whole(job[name]) for name in PLACES},
+        "lora": [f"{whole(source)}{entry[len(source) :]}" for entry, source in loras],
+    }
 
 
 def tags(description: dict[str, Any]) -> dict[str, str]:
