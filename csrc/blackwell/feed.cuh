@@ -70,7 +70,7 @@ __device__ __forceinline__ void clear_warp(Shared<C>& shared, uint32_t smem, con
             __syncwarp();
             if (threadIdx.x % 32 == 0) {
                 if (clears) {
-                    ptx::mbarrier_arrive(shared.v_clean);
+                    ptx::mbarrier_arrive(shared.v_clean[ring.slot]);
                 }
                 ptx::mbarrier_arrive(shared.kv_empty[ring.slot]);
             }
@@ -113,7 +113,7 @@ template <typename C, layouts::InputType kType>
 __device__ __forceinline__ void mma_thread(Shared<C>& shared, uint32_t smem, TmemAddress tmem, const Args& args) {
     Ring<C> ring;
     uint32_t q_parity = 0, p_parity = 0;  // a bit for each Q tile
-    uint32_t read_parity = 1, clean_parity = 0;
+    uint32_t read_parity = 1, clean_parity = 0;  // of clean a bit for each slot
     const auto kv = [&](int slot) { return smem + C::kKvOffset + slot * C::kTileBytes; };
     const auto multiply_qk = [&](int q, int slot, bool last) {
         ptx::mbarrier_wait(shared.scores_read, read_parity, "scores_read");
@@ -159,8 +159,8 @@ __device__ __forceinline__ void mma_thread(Shared<C>& shared, uint32_t smem, Tme
                 if (q == 0) {
                     ptx::mbarrier_wait(shared.kv_full[v_slot], v_parity, "kv_full (V)", v_slot);
                     if (last && work.needs_clearing()) {
-                        ptx::mbarrier_wait(shared.v_clean, clean_parity, "v_clean");
-                        clean_parity ^= 1;
+                        ptx::mbarrier_wait(shared.v_clean[v_slot], clean_parity >> v_slot & 1, "v_clean", v_slot);
+                        clean_parity ^= 1u << v_slot;
                     }
                 }
                 ptx::mbarrier_wait(shared.p_ready[q], p_parity >> q & 1, "p_ready", q);

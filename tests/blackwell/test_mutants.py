@@ -16,7 +16,7 @@ from videoattn.ptxsim import Module, Schedule
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = ("early", "late", "random:1", "random:2")
+SCHEDULES = ("early", "late", "random:1", "random:2", "slow:12")
 FEED, ROWS, WORK, PLAN = (f"blackwell/{name}" for name in ("feed.cuh", "rows.cuh", "work.cuh", "plan.cpp"))
 
 
@@ -111,6 +111,20 @@ MUTANTS = [
         ],
         (1, 64, 1500, 1, 64),
         [1400],
+    ),
+    Mutant(
+        "one v_clean serves all slots",
+        [
+            (FEED, "shared.v_clean[ring.slot]", "shared.v_clean[0]"),
+            (
+                FEED,
+                "shared.v_clean[v_slot], clean_parity >> v_slot & 1",
+                "shared.v_clean[0], clean_parity & 1",
+            ),
+            (FEED, "clean_parity ^= 1u << v_slot", "clean_parity ^= 1"),
+        ],
+        (1, 128, 300, 4, 64),
+        [100],
     ),
     Mutant(
         "an item without keys still takes a Q tile",
