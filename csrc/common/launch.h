@@ -41,7 +41,7 @@ struct Prepared {
     CUtensorMap maps[sizeof(VideoattnPlan::maps) / sizeof(VideoattnTensorMap)];
 };
 
-// Finds and configures the plan's kernel on `device` and encodes its tensor maps.
+// Finds and configures the plan's kernel on `device`, which must have an image for it, and encodes its tensor maps.
 int prepare(const VideoattnPlan& plan, int device, Prepared* prepared, const Message& message);
 
 // Launches on `stream` of `device`.

@@ -59,6 +59,9 @@ def test_every_device_is_asked_and_prepared_once(fake):
     for _ in range(3):
         for device in (0, 1):
             call = native.fill_call(q, k, v, out, scale=0.125, device=device)
+            # Two calls at arbitrary addresses share a place in the cache once in 32 times.
+            for place, tensor in enumerate((call.q, call.k, call.v, call.out)):
+                tensor.data = 0x7F0000000000 + 0x100000 * place
             assert attention(fake, call) == (abi.OK, "")
     counts = fake.counts()
     assert counts[fake_cuda.ATTRIBUTES] <= 6
@@ -102,6 +105,25 @@ def test_launch_errors_are_told_and_launch_again(fake):
     assert message.startswith("videoattn_hopper_d64_")
     fake.configure()
     assert attention(fake, call) == (abi.OK, "")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "dtype"),
+    [("videoattn_blackwell_d128_fp16", torch.float16), ("videoattn_merge_d128_bf16", torch.bfloat16)],
+)
+def test_without_an_image_of_each_kernel_nothing_is_launched(fake, lacking, dtype):
+    """A split call takes two launches; neither is made where one could not be."""
+    q, k, v, out = (x.to(dtype) for x in tensors(kv_len=600, head_dim=128))
+    workspace = torch.empty(2 * 2 * 64 * 129)
+    call = native.fill_call(q, k, v, out, scale=0.125, device=1, splits=2, workspace=workspace)
+    fake.lack(lacking)
+    status, message = attention(fake, call)
+    assert status == abi.CUDA_ERROR
+    assert message.startswith(f"{lacking}: ")
+    assert fake.launches() == []
+    fake.lack("")
+    assert attention(fake, call) == (abi.OK, "")
+    assert len(fake.launches()) == 2
 
 
 @pytest.mark.parametrize(("driver", "said"), [(12090, "12.9"), (11080, "11.8")])
