@@ -42,7 +42,8 @@ typedef struct VideoattnCall {
     int32_t num_sms;            // streaming multiprocessors the plan may count on; 0 asks the device
     int32_t splits;             // parts of the keys worked on at once; 0: chosen by the planner
     void* stream;               // cudaStream_t
-    void* workspace;            // videoattn_workspace_bytes bytes on the device; null: keys are never split
+    void* workspace;            // videoattn_workspace_bytes bytes on the device, at a multiple of 32 bytes (16 for
+                                // compute capability 9.0); null: keys are never split
 } VideoattnCall;
 
 // Arguments of cuTensorMapEncodeTiled; enum fields carry the driver's values. Interleave is none and element

@@ -107,6 +107,23 @@ def test_launch_errors_are_told_and_launch_again(fake):
     assert attention(fake, call) == (abi.OK, "")
 
 
+@pytest.mark.parametrize(("arch", "alignment"), [(90, 16), (100, 32), (103, 32)])
+def test_a_workspace_starts_where_its_stores_may(fake, arch, alignment):
+    q, k, v, out = tensors(kv_len=600)
+    storage = torch.empty(2 * 2 * 64 * 65 + 32)
+    start = -storage.data_ptr() % 64 // 4
+    for offset in range(0, 64, 8):
+        workspace = storage[start + offset // 4 :]
+        call = native.fill_call(
+            q, k, v, out, scale=0.125, arch=arch, num_sms=132, splits=2, workspace=workspace
+        )
+        fake.configure()
+        refused = f"workspace does not start at a multiple of {16 if offset % 16 else alignment} bytes"
+        wanted = (abi.UNSUPPORTED, refused) if offset % alignment else (abi.OK, "")
+        assert attention(fake, call) == wanted
+        assert len(fake.launches()) == (0 if offset % alignment else 2)
+
+
 @pytest.mark.parametrize(
     ("lacking", "dtype"),
     [("videoattn_blackwell_d128_fp16", torch.float16), ("videoattn_merge_d128_bf16", torch.bfloat16)],
