@@ -125,7 +125,8 @@ int check_device(int device, const Message& message) {
                             driver / 1000, driver % 1000 / 10, kBuiltMajor,
                             kBuiltMajor >= 13 ? "driver 580 or newer" : "driver 525 or newer", driver / 1000);
     DeviceFacts facts;
-    return device_facts(device, &facts, message);
+    const int status = device_facts(device, &facts, message);
+    return status == VIDEOATTN_OK ? check_arch(facts.arch, message) : status;
 }
 
 int prepare(const VideoattnPlan& plan, int device, Prepared* prepared, const Message& message) {

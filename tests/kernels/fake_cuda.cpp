@@ -101,20 +101,21 @@ cudaError_t cudaDriverGetVersion(int* version) {
     return cudaSuccess;
 }
 
-// Device 0 is an H200, every other one a B200.
+// Device 0 is an H200, 1 a B200, every other one an RTX 3090.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
     if (device < 0 || device >= devices) return cudaErrorInvalidDevice;
     ++attribute_queries;
-    const bool blackwell = device > 0;
+    constexpr int kMajor[] = {9, 10, 8}, kMinor[] = {0, 0, 6}, kSms[] = {132, 148, 82};
+    const int kind = device < 2 ? device : 2;
     switch (attribute) {
         case cudaDevAttrComputeCapabilityMajor:
-            *value = blackwell ? 10 : 9;
+            *value = kMajor[kind];
             return cudaSuccess;
         case cudaDevAttrComputeCapabilityMinor:
-            *value = 0;
+            *value = kMinor[kind];
             return cudaSuccess;
         case cudaDevAttrMultiProcessorCount:
-            *value = blackwell ? 148 : 132;
+            *value = kSms[kind];
             return cudaSuccess;
         default:
             return cudaErrorInvalidValue;

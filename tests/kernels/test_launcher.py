@@ -186,6 +186,16 @@ def test_no_driver_is_named(fake):
     assert text.value == b"no NVIDIA driver answers on this machine"
 
 
+def test_only_devices_with_kernels_are_approved(fake):
+    fake.configure(devices=3)
+    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    check = fake.library.videoattn_check_device
+    statuses = [check(device, text, abi.MESSAGE_BYTES) for device in range(3)]
+    assert statuses == [abi.OK, abi.OK, abi.UNSUPPORTED]
+    assert text.value == b"no kernel for compute capability 8.6"
+    assert fake.counts()[fake_cuda.SWITCHES] == 0
+
+
 def test_threads_do_not_mix_their_calls(fake):
     """Each thread launches more shapes than the cache of calls holds; every launch has its own tensors,
     stream, device and arguments."""
