@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "S is overwritten while the softmax warps read it",
-        [(FEED, '        ptx::mbarrier_wait(shared.scores_read, read_parity, "scores_read");\n', "")],
+        [(FEED, '        ptx::mbarrier_wait(shared.scores_read, parity(kScoresRead), "scores_read");\n', "")],
     ),
     Mutant(
         "P is stored before the last PV has read it",
@@ -116,12 +116,7 @@ MUTANTS = [
         "one v_clean serves all slots",
         [
             (FEED, "shared.v_clean[ring.slot]", "shared.v_clean[0]"),
-            (
-                FEED,
-                "shared.v_clean[v_slot], clean_parity >> v_slot & 1",
-                "shared.v_clean[0], clean_parity & 1",
-            ),
-            (FEED, "clean_parity ^= 1u << v_slot", "clean_parity ^= 1"),
+            (FEED, "shared.v_clean[v_slot], parity(kClean + v_slot)", "shared.v_clean[0], parity(kClean)"),
         ],
         (1, 128, 300, 4, 64),
         [100],
