@@ -42,7 +42,8 @@ typedef struct VideoattnCall {
     int32_t num_sms;            // streaming multiprocessors the plan may count on; 0 asks the device
     int32_t splits;             // parts of the keys worked on at once; 0: chosen by the planner
     void* stream;               // cudaStream_t
-    void* workspace;            // videoattn_workspace_bytes bytes on the device; null: keys are never split
+    void* workspace;            // videoattn_workspace_bytes bytes on the device, at a multiple of 32 bytes (16 for
+                                // compute capability 9.0); null: keys are never split
 } VideoattnCall;
 
 // Arguments of cuTensorMapEncodeTiled; enum fields carry the driver's values. Interleave is none and element
@@ -93,7 +94,8 @@ VIDEOATTN_EXPORT uint64_t videoattn_workspace_bytes(const VideoattnCall* call);
 // Plans the call and launches its kernel on call->stream. Never synchronises.
 VIDEOATTN_EXPORT int videoattn_attention(const VideoattnCall* call, char* message, size_t message_bytes);
 
-// Whether this library can launch on the device: driver version, compute capability, an image for it.
+// Whether the driver is new enough for this library, and whether it has kernels for the device's compute capability.
+// Makes no context on the device; an image that the driver can't load is an error of the first call.
 VIDEOATTN_EXPORT int videoattn_check_device(int device, char* message, size_t message_bytes);
 
 // The API version, architectures, CUDA version and hash of the sources of this build, as JSON.

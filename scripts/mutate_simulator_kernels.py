@@ -69,8 +69,8 @@ def judge(step, mutant: Mutant, shape: dict, operands, limit: int) -> tuple[str,
             return "survived", f"simulator fault: {error!r}"
         if outcome.report.findings:
             return "finding", str(outcome.report.findings[0])
-        if outcome.max_error > outcome.bound:
-            wrong = wrong or f"max error {outcome.max_error:.3g}, {values} inputs, schedule {schedule}"
+        if not outcome.errors.passed:
+            wrong = wrong or f"{outcome.errors}, {values} inputs, schedule {schedule}"
     return ("values", wrong) if wrong else ("survived", "")
 
 

@@ -7,7 +7,7 @@
 //   warp 12          MMA issue                  one thread
 //   warp 13          loads                      one thread
 //   warp 14          clears V's tail            only in launches with key lengths
-//   warp 15          leaves at once
+//   warp 15          none                       gives its registers and waits for the end
 //
 // Tensor memory (512 columns): S | P0 P1 | O0 | O1. There is one S, because it is needed only until the softmax warps
 // hold it in registers, and a P for each Q tile beside it. So no MMA overwrites what another reads: the ISA orders two
@@ -28,7 +28,7 @@
 //   kv_full[s]            1   once a token                   load (expect_tx) -> MMA, clear
 //   kv_empty[s]           1   once a token                   commit of its last use -> load; 2 in launches with key
 //                                                            lengths, where the clearing warp sees every token
-//   v_clean               1   once an item that needs it     clear -> MMA
+//   v_clean[s]            1   once an item that needs it     clear -> MMA
 //   scores_done[q]        1   once a tile                    commit of QKq -> softmax q
 //   scores_read           4   once a QK                      a warp each of the softmax whose scores S held -> MMA
 //   message_ready[q][2]   4   in turns: O's factor from an   a warp each of softmax q -> correction
@@ -39,11 +39,27 @@
 //   output_done[q]        1   once a tile                    commit of PVq -> softmax q (P is free), correction (O is
 //                                                            complete)
 //
-// Messages have two places because softmax q may be one ahead of the correction, and never more: a message follows the
-// P of the tile before it, which is stored only after the output_done of the tile before that, and so after a PV that
-// waited for the correction to have read the message of two before.
+// A wait names the parity of a phase, which the phase after next has too. So no barrier may complete a phase before
+// every waiter has seen the one before it:
+//   q_full[q]         the next is the load thread's, after its wait for q_empty[q]: a commit that the MMA thread makes
+//                     after its wait for q_full[q]
+//   q_empty[q]        the next is a commit that follows the next q_full[q], which the load thread gives after its wait
+//   kv_full[s]        the next is the load thread's, after its wait for kv_empty[s], to which the MMA thread and the
+//                     clearing warp come after their waits for kv_full[s]
+//   kv_empty[s]       the next follows the next kv_full[s], which the load thread gives after its wait
+//   v_clean[s]        the next follows the next kv_full[s], and so kv_empty[s]: a commit that the MMA thread makes
+//                     after its wait for v_clean[s]. One barrier for all slots would not do: the clearing warp may be
+//                     ahead by the length of the ring, which holds several items of one or two tiles
+//   scores_done[q]    the next QKq needs scores_read of this one, to which each warp of softmax q comes after its wait
+//   scores_read       the next answers a QK that the MMA thread issues after its wait
+//   message_ready[q]  softmax q may be one message ahead of the correction, hence two places, and never more: a
+//                     message follows the P of the tile before it, which is stored only after the output_done of the
+//                     tile before that, and so after a PV that waited for the correction to have read the message of
+//                     two before
+//   p_ready[q]        the next needs softmax q to have seen output_done[q] of the PV that this one starts
+//   output_done[q]    the next PVq needs p_ready[q], to which softmax q and the correction come after their waits
 //
-// Bitwise repeatable: every sum has a fixed order that depends on the item's own lengths alone.
+// Bitwise repeatable: every sum has a fixed order that depends on the item's own lengths and the number of key parts.
 
 #include "../common/launch.h"
 #include "feed.cuh"

@@ -70,7 +70,7 @@ __device__ __forceinline__ void clear_warp(Shared<C>& shared, uint32_t smem, con
             __syncwarp();
             if (threadIdx.x % 32 == 0) {
                 if (clears) {
-                    ptx::mbarrier_arrive(shared.v_clean);
+                    ptx::mbarrier_arrive(shared.v_clean[ring.slot]);
                 }
                 ptx::mbarrier_arrive(shared.kv_empty[ring.slot]);
             }
@@ -112,12 +112,17 @@ __device__ __forceinline__ void mma_pv(TmemAddress o, TmemAddress p, uint32_t v,
 template <typename C, layouts::InputType kType>
 __device__ __forceinline__ void mma_thread(Shared<C>& shared, uint32_t smem, TmemAddress tmem, const Args& args) {
     Ring<C> ring;
-    uint32_t q_parity = 0, p_parity = 0;  // a bit for each Q tile
-    uint32_t read_parity = 1, clean_parity = 0;
+    // The next wait's parity for each barrier, a bit of one register: with four of them ptxas spills for sm_103a.
+    constexpr int kClean = 0, kQFull = C::kSlots, kPReady = kQFull + kQTiles, kScoresRead = kPReady + kQTiles;
+    uint32_t parities = 1u << kScoresRead;
+    const auto parity = [&](int bit) {
+        const uint32_t now = parities >> bit & 1;
+        parities ^= 1u << bit;
+        return now;
+    };
     const auto kv = [&](int slot) { return smem + C::kKvOffset + slot * C::kTileBytes; };
     const auto multiply_qk = [&](int q, int slot, bool last) {
-        ptx::mbarrier_wait(shared.scores_read, read_parity, "scores_read");
-        read_parity ^= 1;
+        ptx::mbarrier_wait(shared.scores_read, parity(kScoresRead), "scores_read");
         ptx::tcgen05_fence_after_thread_sync();
         mma_qk<C, kType>(tmem, smem + C::kQOffset + q * C::kTileBytes, kv(slot));
         ptx::tcgen05_commit(shared.scores_done[q]);
@@ -131,8 +136,7 @@ __device__ __forceinline__ void mma_thread(Shared<C>& shared, uint32_t smem, Tme
         }
         ptx::mbarrier_wait(shared.kv_full[ring.slot], ring.parity, "kv_full (first K)", ring.slot);
         for (int q = 0; q < work.q_tiles; ++q) {
-            ptx::mbarrier_wait(shared.q_full[q], q_parity >> q & 1, "q_full", q);
-            q_parity ^= 1u << q;
+            ptx::mbarrier_wait(shared.q_full[q], parity(kQFull + q), "q_full", q);
             multiply_qk(q, ring.slot, work.tiles == 1);
         }
         ptx::tcgen05_commit(shared.kv_empty[ring.slot]);
@@ -159,12 +163,10 @@ __device__ __forceinline__ void mma_thread(Shared<C>& shared, uint32_t smem, Tme
                 if (q == 0) {
                     ptx::mbarrier_wait(shared.kv_full[v_slot], v_parity, "kv_full (V)", v_slot);
                     if (last && work.needs_clearing()) {
-                        ptx::mbarrier_wait(shared.v_clean, clean_parity, "v_clean");
-                        clean_parity ^= 1;
+                        ptx::mbarrier_wait(shared.v_clean[v_slot], parity(kClean + v_slot), "v_clean", v_slot);
                     }
                 }
-                ptx::mbarrier_wait(shared.p_ready[q], p_parity >> q & 1, "p_ready", q);
-                p_parity ^= 1u << q;
+                ptx::mbarrier_wait(shared.p_ready[q], parity(kPReady + q), "p_ready", q);
                 ptx::tcgen05_fence_after_thread_sync();
                 mma_pv<C, kType>(tmem + C::kTmemO + q * C::kHeadDim, tmem + C::kTmemP + q * kTileRows / 2, kv(v_slot),
                                  last ? work.tail() : kTileRows, tile > 0);

@@ -55,6 +55,9 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
 }  // namespace
 
 int plan_blackwell(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
+    // store_partial writes 32 bytes at a time.
+    if (reinterpret_cast<uintptr_t>(call.workspace) % 32 != 0)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "workspace does not start at a multiple of 32 bytes");
     return call.head_dim == 128 ? plan_config<blackwell::Config128>(call, plan, message)
                                 : plan_config<blackwell::Config64>(call, plan, message);
 }

@@ -20,7 +20,7 @@ struct Messages {
 template <typename C>
 struct Shared {
     uint64_t q_full[kQTiles], q_empty[kQTiles];
-    uint64_t kv_full[C::kSlots], kv_empty[C::kSlots], v_clean;
+    uint64_t kv_full[C::kSlots], kv_empty[C::kSlots], v_clean[C::kSlots];
     uint64_t scores_done[kQTiles], scores_read, p_ready[kQTiles], output_done[kQTiles];
     uint64_t message_ready[kQTiles][2];
     Messages messages[kQTiles];
@@ -30,8 +30,8 @@ struct Shared {
         for (int slot = 0; slot < C::kSlots; ++slot) {
             ptx::mbarrier_init(kv_full[slot], 1);                     // expect_tx of the load thread
             ptx::mbarrier_init(kv_empty[slot], has_lengths ? 2 : 1);  // commit; and the clearing warp, which sees all
+            ptx::mbarrier_init(v_clean[slot], 1);                     // the clearing warp
         }
-        ptx::mbarrier_init(v_clean, 1);           // the clearing warp
         ptx::mbarrier_init(scores_read, kWarps);  // a lane of each warp of the Q tile whose scores S holds
         for (int q = 0; q < kQTiles; ++q) {
             ptx::mbarrier_init(q_full[q], 1);            // expect_tx of the load thread

@@ -125,7 +125,8 @@ int check_device(int device, const Message& message) {
                             driver / 1000, driver % 1000 / 10, kBuiltMajor,
                             kBuiltMajor >= 13 ? "driver 580 or newer" : "driver 525 or newer", driver / 1000);
     DeviceFacts facts;
-    return device_facts(device, &facts, message);
+    const int status = device_facts(device, &facts, message);
+    return status == VIDEOATTN_OK ? check_arch(facts.arch, message) : status;
 }
 
 int prepare(const VideoattnPlan& plan, int device, Prepared* prepared, const Message& message) {
@@ -137,12 +138,16 @@ int prepare(const VideoattnPlan& plan, int device, Prepared* prepared, const Mes
     const DeviceGuard guard(device);
     if (guard.status() != cudaSuccess) return cuda_error(message, "selecting the device", guard.status());
 
-    // Set once per kernel and device; the runtime would look the kernel up again on every call.
+    // Once per kernel and device; the runtime would look the kernel up again on every call.
     static std::atomic<bool> configured[kMaxDevices][kMaxKernels];
     std::atomic<bool>& ready = configured[device][kernel.slot];
-    if (plan.dynamic_smem > 0 && !ready.load(std::memory_order_acquire)) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(plan.dynamic_smem));
+    if (!ready.load(std::memory_order_acquire)) {
+        // Fails where there is no image for the device, before another kernel of the call is launched.
+        cudaFuncAttributes attributes;
+        cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
+        if (error == cudaSuccess && plan.dynamic_smem > 0)
+            error = cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(plan.dynamic_smem));
         if (error != cudaSuccess) return cuda_error(message, plan.kernel, error);
         ready.store(true, std::memory_order_release);
     }

@@ -31,7 +31,8 @@ struct DeviceFacts {
 // Cached per device; asks the driver on first use only.
 int device_facts(int device, DeviceFacts* facts, const Message& message);
 
-// Whether the driver is new enough for this build and holds an image for the device.
+// Whether the driver is new enough for this build and a kernel family serves the device. Makes no context there, so it
+// can't tell whether the driver loads the images: `prepare` does.
 int check_device(int device, const Message& message);
 
 // A plan that only lacks its stream: the loaded kernel and the encoded tensor maps.
@@ -41,7 +42,7 @@ struct Prepared {
     CUtensorMap maps[sizeof(VideoattnPlan::maps) / sizeof(VideoattnTensorMap)];
 };
 
-// Finds and configures the plan's kernel on `device` and encodes its tensor maps.
+// Finds and configures the plan's kernel on `device`, which must have an image for it, and encodes its tensor maps.
 int prepare(const VideoattnPlan& plan, int device, Prepared* prepared, const Message& message);
 
 // Launches on `stream` of `device`.

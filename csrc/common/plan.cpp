@@ -73,6 +73,11 @@ int check_call(const VideoattnCall& call, const Message& message) {
     return status;
 }
 
+int check_arch(int arch, const Message& message) {
+    if (arch == 90 || arch == 100 || arch == 103) return VIDEOATTN_OK;
+    return message.fail(VIDEOATTN_UNSUPPORTED, "no kernel for compute capability %d.%d", arch / 10, arch % 10);
+}
+
 VideoattnTensorMap bshd_map(const VideoattnCall& call, const VideoattnTensor& tensor, int64_t seq_len, int rows,
                             int promotion) {
     VideoattnTensorMap map{};
@@ -179,12 +184,11 @@ int prepare(const VideoattnCall* call, VideoattnPlan* plan, const Message& messa
 
 extern "C" int videoattn_plan(const VideoattnCall* call, VideoattnPlan* plan, char* text, size_t bytes) {
     const videoattn::Message message{text, bytes};
-    const int status = videoattn::prepare(call, plan, message);
+    int status = videoattn::prepare(call, plan, message);
+    if (status == VIDEOATTN_OK) status = videoattn::check_arch(call->arch, message);
     if (status != VIDEOATTN_OK) return status;
-    if (call->arch == 90) return videoattn::plan_hopper(*call, plan, message);
-    if (call->arch == 100 || call->arch == 103) return videoattn::plan_blackwell(*call, plan, message);
-    return message.fail(VIDEOATTN_UNSUPPORTED, "no kernel for compute capability %d.%d", call->arch / 10,
-                        call->arch % 10);
+    return call->arch == 90 ? videoattn::plan_hopper(*call, plan, message)
+                            : videoattn::plan_blackwell(*call, plan, message);
 }
 
 extern "C" int videoattn_plan_merge(const VideoattnCall* call, VideoattnPlan* plan, char* text, size_t bytes) {

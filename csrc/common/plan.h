@@ -63,6 +63,9 @@ struct Workspace {
 };
 Workspace workspace_of(const VideoattnCall& call, int splits);
 
+// Whether a family serves the compute capability; if not, says so.
+int check_arch(int arch, const Message& message);
+
 int plan_hopper(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
 int plan_blackwell(const VideoattnCall& call, VideoattnPlan* plan, const Message& message);
 int splits_hopper(const VideoattnCall& call);

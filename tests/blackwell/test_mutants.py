@@ -16,7 +16,7 @@ from videoattn.ptxsim import Module, Schedule
 
 pytestmark = pytest.mark.slow
 
-SCHEDULES = ("early", "late", "random:1", "random:2")
+SCHEDULES = ("early", "late", "random:1", "random:2", "slow:12")
 FEED, ROWS, WORK, PLAN = (f"blackwell/{name}" for name in ("feed.cuh", "rows.cuh", "work.cuh", "plan.cpp"))
 
 
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "S is overwritten while the softmax warps read it",
-        [(FEED, '        ptx::mbarrier_wait(shared.scores_read, read_parity, "scores_read");\n', "")],
+        [(FEED, '        ptx::mbarrier_wait(shared.scores_read, parity(kScoresRead), "scores_read");\n', "")],
     ),
     Mutant(
         "P is stored before the last PV has read it",
@@ -111,6 +111,15 @@ MUTANTS = [
         ],
         (1, 64, 1500, 1, 64),
         [1400],
+    ),
+    Mutant(
+        "one v_clean serves all slots",
+        [
+            (FEED, "shared.v_clean[ring.slot]", "shared.v_clean[0]"),
+            (FEED, "shared.v_clean[v_slot], parity(kClean + v_slot)", "shared.v_clean[0], parity(kClean)"),
+        ],
+        (1, 128, 300, 4, 64),
+        [100],
     ),
     Mutant(
         "an item without keys still takes a Q tile",

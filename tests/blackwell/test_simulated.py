@@ -71,6 +71,48 @@ def test_ctas_stride_over_the_items():
     check(*operands(1, 100, 100, 5, 64), grid=2, schedule="random:3")
 
 
+def poisoned(lengths, q_len, kv_len, heads, head_dim):
+    """Operands whose keys and values past each entry's length are NaN, and the lengths as a tensor."""
+    q, k, v = operands(len(lengths), q_len, kv_len, heads, head_dim)
+    for b, n in enumerate(lengths):
+        k[b, n:] = v[b, n:] = float("nan")
+    return (q, k, v), torch.tensor(lengths, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "schedule"),
+    [
+        (64, 100, "slow:12"),
+        (128, 100, "slow:12"),
+        (64, 200, "random:10"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *((64, 200, f"random:{seed}") for seed in (16, 18, 21)),
+                *((d, 200, s) for d in (64, 128) for s in ("slow:12", "slow:0-3", "late")),
+            ]
+        ),
+    ],
+)
+def test_the_clearing_warp_may_be_several_items_ahead(head_dim, length, schedule):
+    """The ring holds several items of one or two key tiles, and each of them has a V to clear."""
+    (q, k, v), lengths = poisoned([length], 128, 300, 4, head_dim)
+    check(q, k, v, kv_lengths=lengths, schedule=schedule)
+
+
+ROLES = {"softmax0": "0-3", "softmax1": "4-7", "correction": "8-11", "mma": "12", "load": "13", "clear": "14"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_slow_role_is_waited_for(head_dim, role):
+    """Short items of both Q tiles, with a role that falls as far behind as the barriers let it."""
+    (q, k, v), lengths = poisoned([100, 0, 200, 290, 33], 200, 300, 1, head_dim)
+    check(q, k, v, kv_lengths=lengths, schedule=f"slow:{ROLES[role]}")
+    check(*operands(1, 300, 100, 3, head_dim), schedule=f"slow:{ROLES[role]}")
+
+
 @pytest.mark.parametrize("schedule", MOSTLY_SLOW)
 def test_key_lengths_with_poisoned_padding(schedule):
     """NaN and Inf past each entry's length stay there; an entry without keys gives zeros and -inf."""

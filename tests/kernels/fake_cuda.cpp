@@ -15,6 +15,7 @@ namespace {
 std::atomic<int> driver_version{13000}, devices{2}, launch_error{0};
 std::atomic<int> attribute_queries{0}, function_attributes{0}, maps_encoded{0}, device_switches{0};
 std::atomic<bool> recording{false};
+char lacking[64] = "";  // a kernel without an image
 thread_local int current_device = 0;
 
 }  // namespace
@@ -39,6 +40,7 @@ void fake_configure(int version, int device_count, int error_of_launches, int re
     devices = device_count;
     launch_error = error_of_launches;
     recording = record != 0;
+    lacking[0] = 0;
     attribute_queries = function_attributes = maps_encoded = device_switches = 0;
     const std::lock_guard<std::mutex> hold(launches_lock);
     launches.clear();
@@ -54,6 +56,8 @@ int fake_launches(FakeLaunch* out, int room) {
     for (int i = 0; i < room && i < static_cast<int>(launches.size()); ++i) out[i] = launches[i];
     return static_cast<int>(launches.size());
 }
+
+void fake_lack(const char* kernel) { strncpy(lacking, kernel, sizeof(lacking) - 1); }
 
 int fake_current_device(void) { return current_device; }
 
@@ -97,24 +101,30 @@ cudaError_t cudaDriverGetVersion(int* version) {
     return cudaSuccess;
 }
 
-// Device 0 is an H200, every other one a B200.
+// Device 0 is an H200, 1 a B200, every other one an RTX 3090.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
     if (device < 0 || device >= devices) return cudaErrorInvalidDevice;
     ++attribute_queries;
-    const bool blackwell = device > 0;
+    constexpr int kMajor[] = {9, 10, 8}, kMinor[] = {0, 0, 6}, kSms[] = {132, 148, 82};
+    const int kind = device < 2 ? device : 2;
     switch (attribute) {
         case cudaDevAttrComputeCapabilityMajor:
-            *value = blackwell ? 10 : 9;
+            *value = kMajor[kind];
             return cudaSuccess;
         case cudaDevAttrComputeCapabilityMinor:
-            *value = 0;
+            *value = kMinor[kind];
             return cudaSuccess;
         case cudaDevAttrMultiProcessorCount:
-            *value = blackwell ? 148 : 132;
+            *value = kSms[kind];
             return cudaSuccess;
         default:
             return cudaErrorInvalidValue;
     }
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void* function) {
+    const bool lacks = strcmp(static_cast<const char*>(function), lacking) == 0;
+    return lacks ? cudaErrorNoKernelImageForDevice : cudaSuccess;
 }
 
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {

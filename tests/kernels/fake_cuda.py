@@ -14,6 +14,7 @@ from videoattn.kernels import abi, library
 
 HERE = Path(__file__).parent
 HOST_SOURCES = ("api.cu", "common/launch.cu", "common/plan.cpp", "hopper/plan.cpp", "blackwell/plan.cpp")
+# The families' lists of kernels, and the file of each.
 LISTS = {"HOPPER": "hopper/attention.cu", "BLACKWELL": "blackwell/attention.cu", "MERGE": "common/merge.cu"}
 ATTRIBUTES, FUNCTIONS, MAPS, SWITCHES = range(4)  # of counts()
 
@@ -37,7 +38,7 @@ def build() -> Path:
     """Compile the host sources with the fake; kept in the library's cache."""
     sources = [library.SOURCES / name for name in HOST_SOURCES] + [HERE / "fake_cuda.cpp"]
     entries = "".join(
-        f"#define {name}_ENTRIES {' '.join(f'ENTRY({kernel})' for kernel in _kernels(path))}\n"
+        f"#define {name}_ENTRIES {' '.join(f'ENTRY({kernel})' for kernel in kernels(path))}\n"
         for name, path in LISTS.items()
     )
     digest = hashlib.sha256(entries.encode())
@@ -59,7 +60,8 @@ def build() -> Path:
     return made
 
 
-def _kernels(path: str) -> list[str]:
+def kernels(path: str) -> list[str]:
+    """The kernels that a source of `csrc` lists."""
     return re.findall(r"VIDEOATTN_ENTRY\((videoattn_\w+)\)", (library.SOURCES / path).read_text())
 
 
@@ -78,6 +80,10 @@ class FakeCuda:
         self, driver: int = 13000, devices: int = 2, launch_error: int = 0, record: bool = True
     ) -> None:
         self.library.fake_configure(driver, devices, launch_error, int(record))
+
+    def lack(self, kernel: str) -> None:
+        """Have no image of `kernel`, until `configure`; the library asks once for each kernel and device."""
+        self.library.fake_lack(kernel.encode())
 
     def counts(self) -> list[int]:
         """Device attributes asked for, function attributes set, maps encoded, devices selected."""

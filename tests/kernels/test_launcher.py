@@ -59,6 +59,9 @@ def test_every_device_is_asked_and_prepared_once(fake):
     for _ in range(3):
         for device in (0, 1):
             call = native.fill_call(q, k, v, out, scale=0.125, device=device)
+            # Two calls at arbitrary addresses share a place in the cache once in 32 times.
+            for place, tensor in enumerate((call.q, call.k, call.v, call.out)):
+                tensor.data = 0x7F0000000000 + 0x100000 * place
             assert attention(fake, call) == (abi.OK, "")
     counts = fake.counts()
     assert counts[fake_cuda.ATTRIBUTES] <= 6
@@ -104,6 +107,42 @@ def test_launch_errors_are_told_and_launch_again(fake):
     assert attention(fake, call) == (abi.OK, "")
 
 
+@pytest.mark.parametrize(("arch", "alignment"), [(90, 16), (100, 32), (103, 32)])
+def test_a_workspace_starts_where_its_stores_may(fake, arch, alignment):
+    q, k, v, out = tensors(kv_len=600)
+    storage = torch.empty(2 * 2 * 64 * 65 + 32)
+    start = -storage.data_ptr() % 64 // 4
+    for offset in range(0, 64, 8):
+        workspace = storage[start + offset // 4 :]
+        call = native.fill_call(
+            q, k, v, out, scale=0.125, arch=arch, num_sms=132, splits=2, workspace=workspace
+        )
+        fake.configure()
+        refused = f"workspace does not start at a multiple of {16 if offset % 16 else alignment} bytes"
+        wanted = (abi.UNSUPPORTED, refused) if offset % alignment else (abi.OK, "")
+        assert attention(fake, call) == wanted
+        assert len(fake.launches()) == (0 if offset % alignment else 2)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "dtype"),
+    [("videoattn_blackwell_d128_fp16", torch.float16), ("videoattn_merge_d128_bf16", torch.bfloat16)],
+)
+def test_without_an_image_of_each_kernel_nothing_is_launched(fake, lacking, dtype):
+    """A split call takes two launches; neither is made where one could not be."""
+    q, k, v, out = (x.to(dtype) for x in tensors(kv_len=600, head_dim=128))
+    workspace = torch.empty(2 * 2 * 64 * 129)
+    call = native.fill_call(q, k, v, out, scale=0.125, device=1, splits=2, workspace=workspace)
+    fake.lack(lacking)
+    status, message = attention(fake, call)
+    assert status == abi.CUDA_ERROR
+    assert message.startswith(f"{lacking}: ")
+    assert fake.launches() == []
+    fake.lack("")
+    assert attention(fake, call) == (abi.OK, "")
+    assert len(fake.launches()) == 2
+
+
 @pytest.mark.parametrize(("driver", "said"), [(12090, "12.9"), (11080, "11.8")])
 def test_the_driver_floor_is_named(fake, driver, said):
     text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
@@ -145,6 +184,16 @@ def test_no_driver_is_named(fake):
     text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
     assert fake.library.videoattn_check_device(0, text, abi.MESSAGE_BYTES) == abi.CUDA_ERROR
     assert text.value == b"no NVIDIA driver answers on this machine"
+
+
+def test_only_devices_with_kernels_are_approved(fake):
+    fake.configure(devices=3)
+    text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
+    check = fake.library.videoattn_check_device
+    statuses = [check(device, text, abi.MESSAGE_BYTES) for device in range(3)]
+    assert statuses == [abi.OK, abi.OK, abi.UNSUPPORTED]
+    assert text.value == b"no kernel for compute capability 8.6"
+    assert fake.counts()[fake_cuda.SWITCHES] == 0
 
 
 def test_threads_do_not_mix_their_calls(fake):

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
+from tests.kernels import fake_cuda
 from videoattn.kernels import library, native
 
 pytestmark = pytest.mark.slow
@@ -213,6 +215,24 @@ def test_the_library_needs_nothing_but_libc(built):
         "librt",
         "ld-linux-x86-64",
         "libgcc_s",
+    }
+
+
+def test_every_kernel_has_an_image_for_what_it_serves(built):
+    """A family's kernels for its architectures, merging for all of them; read out of the finished library."""
+    listing = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", built], capture_output=True, text=True, check=True
+    ).stdout
+    images: dict[str, set[str]] = {}
+    for line in listing.splitlines():
+        if match := re.match(r"arch = sm_(\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (videoattn_\w+):", line):
+            images.setdefault(arch, set()).add(match[1])
+    kernels = {name.lower(): set(fake_cuda.kernels(path)) for name, path in fake_cuda.LISTS.items()}
+    assert all(kernels.values())
+    assert images == {
+        arch: kernels[family] | kernels["merge"] for family, archs in library.ARCHS.items() for arch in archs
     }
 
 

@@ -13,8 +13,6 @@ from videoattn.ptxsim.ladder import Step, decode, encode, inputs, load_steps, ru
 full = pytest.mark.skipif("VIDEOATTN_FULL" not in os.environ, reason="full tier: scripts/simulate_full.py")
 
 STEPS = load_steps()
-INACCURATE = "v20_half_accumulator"
-ACCURATE = [step for step in STEPS if step.name != INACCURATE]
 PERSISTENT = [step for step in STEPS if step.persistent]
 DAILY = ("01_baseline", "17_phase_bits")
 
@@ -37,13 +35,13 @@ def run(step: Step, schedule: str, **shape):
 
 @pytest.mark.parametrize(
     "step",
-    [pytest.param(s, marks=[] if s.name in DAILY else pytest.mark.slow) for s in ACCURATE],
+    [pytest.param(s, marks=[] if s.name in DAILY else pytest.mark.slow) for s in STEPS],
     ids=by_name,
 )
 def test_step(step):
     """Two heads, so that a wrong row base shows, and three tiles of keys, so that every ring wraps."""
     outcome = run(step, "random:1", heads=2, q_len=step.q_rows_per_cta, kv_len=3 * 128, ctas=2)
-    assert outcome.max_error <= outcome.bound
+    assert outcome.errors.passed, str(outcome.errors)
 
 
 @pytest.mark.slow
@@ -52,15 +50,15 @@ def test_step(step):
 def test_one_cta_takes_several_items(step, kv_len):
     """Items of one tile hand over the row sums without a factor between them."""
     outcome = run(step, "random:2", heads=3, q_len=256, kv_len=kv_len, ctas=1)
-    assert outcome.max_error <= outcome.bound
+    assert outcome.errors.passed, str(outcome.errors)
 
 
 @full
 @pytest.mark.parametrize("schedule", ["early", "late", "random:3", "random:4"])
-@pytest.mark.parametrize("step", ACCURATE, ids=by_name)
+@pytest.mark.parametrize("step", STEPS, ids=by_name)
 def test_step_under_other_schedules(step, schedule):
     outcome = run(step, schedule, heads=1, q_len=2 * step.q_rows_per_cta, kv_len=5 * 128, ctas=1)
-    assert outcome.max_error <= outcome.bound
+    assert outcome.errors.passed, str(outcome.errors)
 
 
 def hard_operands(name: str, dtype: str, q_len: int, kv_len: int):
@@ -82,12 +80,12 @@ def hard_operands(name: str, dtype: str, q_len: int, kv_len: int):
 
 @full
 @pytest.mark.parametrize("name", ["mean", "outliers", "constant", "one_hot"])
-@pytest.mark.parametrize("step", ACCURATE, ids=by_name)
+@pytest.mark.parametrize("step", STEPS, ids=by_name)
 def test_hard_inputs(step, name):
     operands = hard_operands(name, step.dtype, step.q_rows_per_cta, 256)
     shape = {"q_len": step.q_rows_per_cta, "kv_len": 256}
     outcome = run(step, "random:5", operands=operands, **shape)
-    assert outcome.max_error <= outcome.bound
+    assert outcome.errors.passed, str(outcome.errors)
 
 
 @pytest.mark.parametrize("name", ["17_phase_bits", "v16_batched_readback"])
@@ -96,22 +94,20 @@ def test_the_basis_moves(name):
     step = next(step for step in STEPS if step.name == name)
     operands = hard_operands("outliers", step.dtype, step.q_rows_per_cta, 256)
     outcome = run(step, "late", operands=operands, q_len=step.q_rows_per_cta, kv_len=256)
-    assert outcome.max_error <= outcome.bound
+    assert outcome.errors.passed, str(outcome.errors)
 
 
 @pytest.mark.slow
-def test_the_half_accumulator_is_inaccurate():
-    """V20's error breaks the rule that V16 keeps on the same inputs, and grows with the length."""
-    errors = {}
-    for name in (INACCURATE, "v16_batched_readback"):
+def test_the_half_accumulator_loses_with_the_length():
+    """V20's error grows with the number of tiles until it breaks the rule; V16's stays where it is."""
+
+    def errors(name, *lengths):
         step = next(step for step in STEPS if step.name == name)
-        for kv_len in (128, 1024):
-            errors[name, kv_len] = run(step, "early", q_len=128, kv_len=kv_len)
-    for kv_len in (128, 1024):
-        good, bad = errors["v16_batched_readback", kv_len], errors[INACCURATE, kv_len]
-        assert good.max_error <= good.bound < bad.max_error
-    ratio = {
-        kv_len: errors[INACCURATE, kv_len].max_error / errors[INACCURATE, kv_len].bound
-        for kv_len in (128, 1024)
-    }
-    assert ratio[1024] > ratio[128]
+        return {kv_len: run(step, "early", q_len=128, kv_len=kv_len).errors for kv_len in lengths}
+
+    v16, v20 = errors("v16_batched_readback", 128, 1024), errors("v20_half_accumulator", 128, 1024, 16384)
+    assert all(one.passed for one in v16.values())
+    assert [one.passed for one in v20.values()] == [True, True, False]
+    assert v16[1024].relative_l2 < 1.2 * v16[128].relative_l2
+    assert v20[16384].relative_l2 > 2 * v20[1024].relative_l2
+    assert v20[1024].relative_l2 > 1.5 * v20[128].relative_l2 > 2 * v16[128].relative_l2

@@ -35,12 +35,13 @@ CLUSTER = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 
 def launch(body: str, schedule: Schedule, *, arch: str = "sm_100a", block: int = 64, cluster: int = 1,
-           registers: int | None = None, dtype: str = "u32") -> tuple[Report, np.ndarray]:  # fmt: skip
+           registers: int | None = None, dtype: str = "u32",
+           limit: int = 2000) -> tuple[Report, np.ndarray]:  # fmt: skip
     """(report, the 256 words of the buffer afterwards); before, they count up. The map's boxes are 8 x 4."""
     device = Device(arch)
     out = device.upload(np.arange(256, dtype={"u32": np.uint32, "f32": np.float32}[dtype]))
     tile_map = TensorMap(out, dtype=dtype, dims=(8, 32), strides=(32,), box=(8, 4))
     kernel = Module.from_ptx(KERNEL.format(arch=arch, body=body)).entry("k")
     report = device.launch(kernel, grid=cluster, cluster=cluster, block=block, args=[tile_map, out],
-                           schedule=schedule, registers=registers, limit=2000)  # fmt: skip
+                           schedule=schedule, registers=registers, limit=limit)  # fmt: skip
     return report, out.download()

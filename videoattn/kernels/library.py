@@ -118,6 +118,11 @@ def architectures(sources: Path = SOURCES) -> tuple[str, ...]:
     )
 
 
+def unit_architectures(unit: Path, sources: Path = SOURCES) -> tuple[str, ...]:
+    """What a unit is compiled for: its family's architectures, or all where it serves every family."""
+    return ARCHS.get(unit.parent.name) or architectures(sources)
+
+
 def source_hash(sources: Path = SOURCES) -> str:
     """Hash of the library's sources; the library holds the one it was built from."""
     digest = hashlib.sha256()
@@ -127,8 +132,9 @@ def source_hash(sources: Path = SOURCES) -> str:
 
 
 def build_key(compiler: Compiler, sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str:
-    """Hash of the sources, the flags and the compiler."""
-    parts = [source_hash(sources), FLAGS, LINK_FLAGS, ARCHS, extra_flags, compiler.version]
+    """Hash of the sources, what each is compiled for, the flags and the compiler."""
+    targets = [unit_architectures(path, sources) for path in source_files(sources)]
+    parts = [source_hash(sources), FLAGS, LINK_FLAGS, targets, extra_flags, compiler.version]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
@@ -178,9 +184,8 @@ def _compile(compiler: Compiler, sources: Path, scratch: Path, extra_flags: tupl
     source = source_hash(sources)
 
     def compile_unit(unit: Path) -> Path:
-        targets = ARCHS.get(unit.parent.name, archs[:1])
         made = scratch / (str(unit.relative_to(sources)).replace("/", "_") + ".o")
-        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets]
+        codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in unit_architectures(unit, sources)]
         defines = [f"-DVIDEOATTN_ARCHS={' '.join(archs)}", f"-DVIDEOATTN_SOURCE_HASH={source}"]
         _nvcc(compiler, [*FLAGS, *extra_flags, *codes, *defines, "-c", str(unit), "-o", str(made)])
         return made

@@ -218,7 +218,8 @@ def launch(call: abi.Call | bytes) -> None:
         _entry = library.load().videoattn_attention
     argument = call if isinstance(call, bytes) else ctypes.byref(call)
     if _entry(argument, None, 0) != abi.OK:
-        # A refused call has launched nothing: ask again, for the reason.
+        # Ask again, for the reason. A refused call has launched nothing, and one whose second launch failed
+        # does the same work over.
         text = ctypes.create_string_buffer(abi.MESSAGE_BYTES)
         if _entry(argument, text, abi.MESSAGE_BYTES) != abi.OK:
             raise RuntimeError(f"videoattn kernel: {text.value.decode(errors='replace')}")

@@ -63,7 +63,8 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
     steps = load_steps(folder)
     chosen = [find_step(steps, step)] if step else steps
     failed = 0
-    print(f"{'step':28} {'schedule':9} {'max error':>9} {'bound':>8} {'instr':>8} {'seconds':>7}  verdict")
+    numbers = f"{'max error':>9} {'bound':>8} {'L2':>8} {'instr':>8} {'seconds':>7}"
+    print(f"{'step':28} {'schedule':9} {numbers}  verdict")
     for one in chosen:
         module = compile_step(one)
         for s in schedules:
@@ -82,7 +83,8 @@ def _row(o: Outcome) -> str:
         "clean" if o.passed else f"{len(o.report.findings)} findings" if o.report.findings else "wrong values"
     )
     r = o.report
-    numbers = f"{o.max_error:9.5f} {o.bound:8.5f} {r.instructions:8} {r.seconds:7.2f}"
+    errors = f"{o.max_error:9.5f} {o.bound:8.5f} {o.errors.relative_l2:8.1e}"
+    numbers = f"{errors} {r.instructions:8} {r.seconds:7.2f}"
     return f"{o.step.name:28} {r.schedule!s:9} {numbers}  {verdict}"
 
 

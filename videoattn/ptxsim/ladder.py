@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from .launch import Device, Kernel, Module, Report
 from .scalar import bf16_to_f32, f32_to_bf16
 from .schedule import Schedule
 from .tensormap import TensorMap
+
+if TYPE_CHECKING:
+    from videoattn.kernels.accuracy import Errors
 
 LADDER = SOURCES / "ladder"
 
@@ -40,23 +44,27 @@ class Step:
 
 @dataclass
 class Outcome:
-    """A run of one step: the report, the output and its distance from fp32 attention.
-
-    max_error: largest absolute difference from attention in fp32. bound: what the accuracy rule allows (FA4's
-    rule, with P rounded to the input type). The step passed if the report has no findings and max_error <=
-    bound.
-    """
+    """A run of one step: the report, the output and its errors by the accuracy rule."""
 
     step: Step
     report: Report
     out: np.ndarray
-    max_error: float
-    bound: float
+    errors: Errors
+
+    @property
+    def max_error(self) -> float:
+        """Largest absolute difference from attention in fp32; infinite where the output is not finite."""
+        return self.errors.max_abs if np.isfinite(self.out).all() else math.inf
+
+    @property
+    def bound(self) -> float:
+        """What the rule allows of it."""
+        return self.errors.max_abs_limit
 
     @property
     def passed(self) -> bool:
         """Whether the run is clean and accurate."""
-        return not self.report.findings and self.max_error <= self.bound
+        return not self.report.findings and self.errors.passed
 
 
 def load_steps(folder: Path = LADDER) -> list[Step]:
@@ -105,16 +113,26 @@ def decode(bits: np.ndarray, dtype: str) -> np.ndarray:
     return bf16_to_f32(bits) if dtype == "bf16" else bits.view(np.float16).astype(np.float32)
 
 
+def errors_of(out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: str) -> Errors:
+    """Errors of an output by the accuracy rule; all [heads, len, head_dim], f32 with values of the type."""
+    import torch
+
+    from videoattn.kernels.accuracy import compare
+
+    element = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+
+    def bshd(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(element).transpose(0, 1)[None]
+
+    return compare(bshd(out), None, bshd(q), bshd(k), bshd(v), scale=q.shape[-1] ** -0.5)
+
+
 def reference(q, k, v, dtype: str) -> tuple[np.ndarray, float]:
-    """(attention in fp32 of [heads, len, 128] operands, the accuracy rule's bound for it)."""
+    """(attention in fp32 of [heads, len, head_dim] operands, the accuracy rule's bound for it)."""
     s = q.astype(np.float64) @ k.astype(np.float64).transpose(0, 2, 1) / math.sqrt(q.shape[-1])
     p = np.exp(s - s.max(-1, keepdims=True))
-    total = p.sum(-1, keepdims=True)
-    exact = p @ v / total
-    low = decode(encode(decode(encode(p, dtype), dtype) @ v.astype(np.float32) / total, dtype), dtype)
-    ref = exact.astype(np.float32)
-    bound = 2 * np.abs(low - ref).max() + 2 * np.abs(((ref + np.float32(0.3)) - np.float32(0.3)) - ref).max()
-    return ref, float(bound)
+    ref = (p @ v / p.sum(-1, keepdims=True)).astype(np.float32)
+    return ref, errors_of(ref, q, k, v, dtype).max_abs_limit
 
 
 def inputs(heads: int, q_len: int, kv_len: int, dtype: str, seed: int = 0, head_dim: int = 128):
@@ -169,6 +187,4 @@ def run_step(step: Step, module: Module | Kernel, *, heads: int = 1, q_len: int 
         stop=stop,
     )
     got = decode(out.download(), step.dtype)
-    ref, bound = reference(q, k, v, step.dtype)
-    error = float(np.abs(got - ref).max()) if np.isfinite(got).all() else math.inf
-    return Outcome(step, report, got, error, bound)
+    return Outcome(step, report, got, errors_of(got, q, k, v, step.dtype))

@@ -20,6 +20,7 @@ from .schedule import Schedule
 from .trace import Trace
 
 _QUANTUM = 4000
+_PATIENCE = 1000  # turns of other warps after which a slow one runs all the same, should they poll for it
 
 
 class Machine:
@@ -44,6 +45,7 @@ class Machine:
         self.threads = block[0] * block[1] * block[2]
         self.schedule, self.rng = schedule, schedule.rng()
         self.early, self.late = schedule.mode == "early", schedule.mode == "late"
+        self.passed_over = 0
         self.sm_count = device.sm_count
         self.log = FindingLog()
         self.ready: deque[Any] = deque()
@@ -220,11 +222,30 @@ class Machine:
                 self.advance()
             self.ready.rotate(self.rng.randrange(len(self.ready)))
             quantum = self.rng.choice((1, 3, 10, 40))
+        elif self.schedule.mode == "slow":
+            quantum = self._slow_turn()
+            if not quantum:
+                return
         else:
             quantum = _QUANTUM
         ctx = self.ready.popleft()
         if ctx.state == "ready":
             self._execute(ctx, quantum)
+
+    def _slow_turn(self) -> int:
+        """Put who runs next first in line; returns how many blocks it may run, 0 if an agent went instead."""
+        slow = self.schedule.warps
+        places = {c.W.index in slow: i for i, c in reversed([*enumerate(self.ready)])}
+        if False in places and not (True in places and self.passed_over == _PATIENCE):
+            self.passed_over += True in places
+            self.ready.rotate(-places[False])
+            return 40
+        if False not in places and self.jobs:
+            self.advance()
+            return 0
+        self.passed_over = 0
+        self.ready.rotate(-places[True])
+        return 1
 
     def _execute(self, ctx: Context, quantum: int) -> None:
         warp = ctx.W
