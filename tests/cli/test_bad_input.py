@@ -179,7 +179,7 @@ def test_out_of_memory(place, ltx_folder):
     before = tree(place)
     size = ["--width", "64000", "--height", "64000", "--num-frames", "9", "--num-inference-steps", "2"]
     # A limit of its own, or a machine with very much memory would go on.
-    limit = ["prlimit", f"--as={16 << 30}"]
+    limit = ["prlimit", f"--as={6 << 30}"]
     arguments = ["--model", ltx_folder, *size, "-o", "clip.mp4", "--device", "cpu"]
     result = run("render", "x", *arguments, cwd=place, before=limit)
     assert "out of memory in stage denoise: try --vae-tiling, a smaller size" in complaint(result)
