@@ -16,6 +16,7 @@ from videoattn.jobs.context import Context, PermanentError
 from videoattn.jobs.model import Job, NewJob, Result, job_hash
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+from videoattn.render.metadata import rooted
 
 if TYPE_CHECKING:
     from videoattn.render.checks import Prepared
@@ -56,8 +57,6 @@ def content_hash(job: Mapping[str, Any], image_sha256: str | None) -> str:
 
     Other paths count as whole ones, as the clip will carry them.
     """
-    from videoattn.render.metadata import rooted
-
     return job_hash({**rooted(job), "image": image_sha256})
 
 
