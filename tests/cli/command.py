@@ -14,7 +14,7 @@ TINY = ["--width", "128", "--height", "96", "--num-frames", "17", "--num-inferen
 def environment() -> dict[str, str]:
     """The environment of a user without a hub: paths, and OpenMP that does not spin."""
     return os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "NO_COLOR": "1",

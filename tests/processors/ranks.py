@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ SECONDS = 300
 
 
 class Ranks:
-    """Use as a context manager; `run` starts a fresh process group for every check."""
+    """Use as a context manager; `run` starts a fresh gloo group for every check, or keeps one nccl group."""
 
     def __init__(self, folder: Path, count: int = 4, backend: str = "gloo") -> None:
         self._folder = folder
@@ -46,7 +47,11 @@ class Ranks:
         answers = []
         for rank, (process, pipe) in enumerate(self._workers[:ranks]):
             assert pipe.poll(SECONDS), f"rank {rank} does not answer: {process}"
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                process.join(10)
+                answers.append((False, f"it ended with exit code {process.exitcode}"))
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         assert not failures, "\n".join(failures)
         return [value for _, value in answers]
@@ -63,23 +68,28 @@ class Ranks:
 
 
 def _serve(pipe: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     while True:
         try:
             check, arguments, rank, ranks, store, backend = pipe.recv()
         except EOFError:
-            return
+            break
         try:
             device = torch.device("cuda", rank) if backend == "nccl" else None
             if device is not None:
                 torch.cuda.set_device(device)
-            dist.init_process_group(
-                backend, init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device
-            )
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    backend, init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device
+                )
             pipe.send((True, check(*arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
         finally:
-            if dist.is_initialized():
+            # A second nccl group in one process ended it on the GPUs tried, without a word.
+            if dist.is_initialized() and backend != "nccl":
                 dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
