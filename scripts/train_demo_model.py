@@ -1,6 +1,7 @@
 """Train the demo model: `t5` (a CPU is enough), then `vae`, then `dit`, then `export`.
 
-`unpack` turns shipped weights into a folder from which `vae` and `dit` go on.
+`unpack` turns shipped weights into a folder from which `vae` and `dit` go on. `losses` prints where the
+loss of shipped weights lies.
 
 Each stage can be cut into pieces of `--minutes`; run the same command again to go on. With several GPUs
 start the `vae` and `dit` stages with torchrun. Every stage logs to FOLDER/log.jsonl.
@@ -18,8 +19,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("t5", "vae", "dit", "export", "unpack"))
-    parser.add_argument("--folder", type=Path, required=True, help="folder for checkpoints and the log")
+    parser.add_argument("stage", choices=("t5", "vae", "dit", "export", "unpack", "losses"))
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints and the log")
     parser.add_argument("--minutes", type=float, help="length of this piece")
     parser.add_argument("--total-minutes", type=float, help="length of the whole stage (default: --minutes)")
     parser.add_argument("--batch-size", type=int, help="clips a step in each process")
@@ -34,13 +35,25 @@ def main() -> None:
         "--hard-share",
         type=float,
         default=0.0,
-        help="share of `dit`'s clips drawn among circling shapes and turning stars and crosses alone",
+        help="share of `dit`'s clips whose scenes are as frequent as they are difficult",
+    )
+    parser.add_argument(
+        "--decay-from", type=float, default=0.55, help="part of `dit`'s time after which the rate falls"
     )
     parser.add_argument("--until", type=float, help="`dit`: train till then, seconds since 1970")
     parser.add_argument(
-        "--weights", type=Path, help="pipeline folder of `export` and `unpack` (default: the package's own)"
+        "--weights",
+        type=Path,
+        help="pipeline folder of `export`, `unpack` and `losses` (default: the package's own)",
     )
     arguments = parser.parse_args()
+    if arguments.stage == "losses":
+        from videoattn.demo.training.losses import losses
+
+        print(losses(arguments.weights, device=arguments.device, seed=arguments.seed))
+        return
+    if arguments.folder is None:
+        parser.error(f"{arguments.stage} needs --folder")
     minutes = (
         arguments.minutes
         or {"t5": 5.0, "vae": 8.0, "dit": 14.0, "export": 0.0, "unpack": 0.0}[arguments.stage]
@@ -64,7 +77,7 @@ def main() -> None:
 
         options |= {"device": arguments.device, "seed": arguments.seed, "check": arguments.check}
         options |= {"pool_size": arguments.pool_size, "until": arguments.until}
-        options["hard_share"] = arguments.hard_share
+        options |= {"hard_share": arguments.hard_share, "decay_from": arguments.decay_from}
         if arguments.two_shapes is not None:
             options["two_shapes"] = arguments.two_shapes
         dit.train(arguments.folder, minutes, total, evaluate_every=arguments.evaluate_every, **options)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from videoattn.demo.scenes import sample_scenes
+from videoattn.demo.scenes import MOTIONS, SHAPES, Scenes, sample_scenes
 from videoattn.demo.training import latents, text
 from videoattn.demo.training.optimiser import Average, Optimiser, learning_rate, orthogonalise
 from videoattn.demo.training.session import Session
@@ -120,9 +120,42 @@ def test_a_pool_holds_the_shares_asked_for() -> None:
     pool.rng, pool.chunk, pool.two_shapes, pool.hard_share = np.random.default_rng(0), 400, 0.25, 0.5
     scenes = pool._scenes()
     assert len(scenes) == 400
-    assert latents.hard(scenes)[200:].all()
-    assert 0.1 < latents.hard(scenes)[:200].mean() < 0.4
+    assert latents.difficulty(scenes)[200:].mean() > 1.2 * latents.difficulty(scenes)[:200].mean()
     assert 0.15 < scenes.present[:200, 1].mean() < 0.35
+
+
+def test_scenes_are_difficult_by_motion_and_points() -> None:
+    def scene(shape: str, motion: str) -> Scenes:
+        pair = np.array([[SHAPES.index(shape), SHAPES.index("star")]])
+        motions = np.array([[MOTIONS.index(motion), MOTIONS.index("circling")]])
+        nothing = np.zeros((1, 2), dtype=int)
+        return Scenes(nothing, pair, nothing, motions, np.array([[True, False]]), np.zeros(1, dtype=int))
+
+    kinds = [
+        ("square", "left"),
+        ("cross", "up"),
+        ("circle", "circling"),
+        ("star", "rotating"),
+        ("star", "circling"),
+    ]
+    values = [7 * latents.difficulty(scene(*kind)).item() for kind in kinds]
+    assert values == pytest.approx([1, 2, 3.5, 3.5, 7])
+    both = scene("square", "left")
+    both.present[:] = True
+    assert latents.difficulty(both).item() == 1
+
+
+def test_losses_are_those_of_known_scenes() -> None:
+    from videoattn.demo.training.losses import SIGMAS, losses
+
+    said = losses(clips=24, chunk=8, seed=1)
+    levels = [line.split() for line in said.splitlines()[3 : 3 + len(SIGMAS)]]
+    assert [float(sigma) for sigma, *_ in levels] == list(SIGMAS)
+    # Most of the loss is where the shape is, and a trained model is far from the loss of no model, about 2.
+    assert all(float(share.rstrip("%")) > 50 and 0 < float(loss) < 1 for _, loss, share in levels)
+    table = said.splitlines()[-8:]
+    assert [row.split()[0] for row in table] == list(MOTIONS)
+    assert 5 < sum(cell != "–" for row in table for cell in row.split()[1:]) <= 24
 
 
 @pytest.mark.slow

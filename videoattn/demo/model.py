@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "num_frames": NUM_FRAMES,
         "frame_rate": FRAME_RATE,
         "num_inference_steps": 16,
-        "guidance_scale": 4.5,
+        "guidance_scale": 6.0,
     }
 )
 

@@ -15,6 +15,11 @@ from videoattn.demo.training.text import TextBatch, write_captions
 from videoattn.demo.training.vae import encode
 
 TWO_SHAPE_SHARE = 0.55
+# Of a shape without points that moves straight, the loss is 1.
+MOTION_LOSS = np.array(
+    [{"circling": 3.5, "rotating": 3.5, "bouncing": 2.0, "growing": 1.5}.get(m, 1.0) for m in MOTIONS]
+)
+POINTED_LOSS = 2.0
 
 
 def normalise(vae: AutoencoderKLLTXVideo, latents: torch.Tensor) -> torch.Tensor:
@@ -24,18 +29,21 @@ def normalise(vae: AutoencoderKLLTXVideo, latents: torch.Tensor) -> torch.Tensor
     return ((latents - mean) / deviation).flatten(2).transpose(1, 2)
 
 
-def hard(scenes: Scenes) -> np.ndarray:
-    """Scenes with what a young transformer fails at: a shape that circles, a star or cross that turns."""
-    circling = scenes.motion == MOTIONS.index("circling")
+def difficulty(scenes: Scenes) -> np.ndarray:
+    """How hard scenes are to draw, from 1/7 to 1: `(batch,)`, of two shapes the harder one's.
+
+    In proportion to the loss by motion and shape that docs/measured/demo_model.md lists.
+    """
     pointed = np.isin(scenes.shape, (SHAPES.index("star"), SHAPES.index("cross")))
-    turning = pointed & (scenes.motion == MOTIONS.index("rotating"))
-    return ((circling | turning) & scenes.present).any(1)
+    turning = scenes.motion == MOTIONS.index("rotating")
+    loss = MOTION_LOSS[scenes.motion] * np.where(pointed & ~turning, POINTED_LOSS, 1.0)
+    return (loss * scenes.present).max(1) / (MOTION_LOSS.max() * POINTED_LOSS)
 
 
 class LatentPool:
     """`size` clips drawn at random, as bfloat16 tokens with their captions.
 
-    `two_shapes` is the share of clips with two; a share `hard_share` is drawn among the hard scenes alone.
+    `two_shapes` is the share of clips with two; in a share `hard_share`, scenes are as frequent as difficult.
     """
 
     def __init__(
@@ -68,7 +76,8 @@ class LatentPool:
         parts = [sample_scenes(self.rng, self.chunk - chosen, self.two_shapes)]
         while chosen > 0:
             drawn = sample_scenes(self.rng, self.chunk, self.two_shapes)
-            parts.append(drawn[np.nonzero(hard(drawn))[0][:chosen]])
+            kept = self.rng.random(self.chunk) < difficulty(drawn)
+            parts.append(drawn[np.nonzero(kept)[0][:chosen]])
             chosen -= len(parts[-1])
         return Scenes.concatenate(parts)
 
