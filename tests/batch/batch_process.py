@@ -1,8 +1,10 @@
 """The command in a process of its own, and the smallest jobs it can be given."""
 
 import os
+import pty
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 CLI = Path(__file__).with_name("batch_cli.py")
@@ -26,6 +28,32 @@ def run(*arguments, code=0):
     text, _ = process.communicate(timeout=600)
     assert process.returncode == code, text
     return text
+
+
+def on_a_terminal(command, *, timeout, **options):
+    """Run a command whose stderr is a terminal; returns what it wrote to stdout and on the terminal."""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, **options)
+    os.close(child)
+    seen = []
+
+    def read():
+        while True:
+            try:
+                seen.append(os.read(parent, 4096))
+            except OSError:
+                return
+
+    # A full terminal would stop the command.
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        out, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+        reader.join()
+        os.close(parent)
+    return subprocess.CompletedProcess(command, process.returncode, out.decode(), b"".join(seen).decode())
 
 
 def clips(folder):

@@ -1,11 +1,8 @@
 """The dry run's table: the same for a pipe as rich's, cut to a terminal, and quick for very many jobs."""
 
 import io
-import os
-import pty
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -14,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tests.batch.batch_process import on_a_terminal
 from tests.cli.command import environment, run
 from videoattn.batch.rows import print_rows
 
@@ -84,28 +82,12 @@ def test_a_reader_who_has_seen_enough_is_no_error(shots):
 
 @pytest.mark.slow
 def test_a_terminal_says_what_is_going_on_while_jobs_are_checked(shots):
-    parent, child = pty.openpty()
     variables = {name: value for name, value in environment().items() if name != "NO_COLOR"}
-    process = subprocess.Popen(
+    result = on_a_terminal(
         [sys.executable, "-m", "videoattn", "batch", "shots.csv", "--dry-run"],
+        timeout=120,
         cwd=shots,
         env=variables | {"TERM": "xterm-256color"},
-        stdout=subprocess.DEVNULL,
-        stderr=child,
     )
-    os.close(child)
-    seen = []
-
-    def read():
-        while True:
-            try:
-                seen.append(os.read(parent, 4096))
-            except OSError:
-                return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert process.wait(timeout=120) == 0
-    reader.join()
-    os.close(parent)
-    assert b"checking shots.csv" in b"".join(seen)
+    assert result.returncode == 0
+    assert "checking shots.csv" in result.stderr

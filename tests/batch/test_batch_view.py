@@ -2,23 +2,18 @@
 
 import io
 import os
-import pty
 import re
-import subprocess
 import sys
-import threading
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.batch.batch_process import CLI, on_a_terminal
 from videoattn.batch.view import Lines, LiveTable, cost, duration, view_for
 from videoattn.jobs import NewJob, Progress, Result, Store, Worker, WorkerStatus, outputs
 from videoattn.jobs.rendering import render_job
 from videoattn.render.job import RenderJob
 from videoattn.render.progress import LABELS
-
-CLI = Path(__file__).with_name("batch_cli.py")
 
 
 def job(seed, **settings):
@@ -107,38 +102,21 @@ def test_the_live_table_on_a_real_terminal(tmp_path, ltx_folder):
     (tmp_path / "jobs.yaml").write_text(
         f"defaults: {{model: {ltx_folder}, {settings}}}\njobs: [{{prompt: a red ball, seeds: 1..4}}]\n"
     )
-    parent, child = pty.openpty()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "TERM": "xterm-256color",
         "COLUMNS": "120",
     }
-    process = subprocess.Popen(
+    result = on_a_terminal(
         [sys.executable, str(CLI), str(tmp_path / "jobs.yaml"), "-o", str(tmp_path / "out")],
-        stdout=subprocess.PIPE,
-        stderr=child,
+        timeout=300,
         env=environment,
     )
-    os.close(child)
-    seen = []
-
-    def read():
-        while True:
-            try:
-                seen.append(os.read(parent, 4096))
-            except OSError:
-                return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    out, _ = process.communicate(timeout=300)
-    reader.join()
-    os.close(parent)
-    assert process.returncode == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(seen).decode())
+    assert result.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stderr)
     assert "starting" in text
     assert "4 left" in text
     # Which of its phases are drawn depends on how fast they pass.
     assert re.search(rf"a-red-ball-seed\d-\w{{8}}\s+({'|'.join(['starting', *LABELS.values()])})", text)
     assert "4 rendered" in text
-    assert out.decode().split() == [str(tmp_path / "out" / name) for name in ("report.html", "report.csv")]
+    assert result.stdout.split() == [str(tmp_path / "out" / name) for name in ("report.html", "report.csv")]

@@ -132,10 +132,13 @@ def chromium():
 
 @pytest.fixture
 def browse(chromium, tmp_path):
-    """Opens a page of a server in a fresh browser profile; fails on any error in the page's scripts."""
+    """Opens a page of a server in a fresh browser profile; fails on any error in the page's scripts.
+
+    `script` runs before the page's own.
+    """
     opened, errors = [], []
 
-    def open_page(url, **options):
+    def open_page(url, *, script=None, **options):
         context = chromium.launch_persistent_context(
             str(tmp_path / f"profile{len(opened)}"),
             executable_path=CHROMIUM,
@@ -145,6 +148,8 @@ def browse(chromium, tmp_path):
         context.set_default_timeout(60_000)
         opened.append(context)
         page = context.pages[0]
+        if script is not None:
+            page.add_init_script(script)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(url)
         page.locator("#prompt textarea").wait_for()

@@ -13,13 +13,14 @@ from videoattn.jobs import Job, JobState
 from videoattn.kernels import NAMES
 from videoattn.web import gallery, likeness, text, timing
 from videoattn.web.actions import REFUSALS, Actions, media_url
+from videoattn.web.events import Events
 from videoattn.web.limits import MAX_PROMPT
 from videoattn.web.panel import panel, render
 
 OFFERED = 60
 
 
-def build(actions: Actions) -> gr.HTML:
+def build(actions: Actions, events: Events) -> gr.HTML:
     """The tab; returns the panel that shows a pair, whose query names the jobs `a` and `b`."""
     offered = actions.models.offered()
     with gr.Accordion("New comparison", open=True, elem_id="new-comparison"):
@@ -47,20 +48,15 @@ def build(actions: Actions) -> gr.HTML:
     pair = panel("compare", shower.show, act=shower.act, seconds=1.0)
 
     def do_compare(prompt: str, model: str, seed: str, left: str, right: str) -> str:
-        try:
-            settings = {"prompt": prompt, "model": model, "seed": int(seed) if seed.isdecimal() else seed}
-            a, b = actions.compare(settings, (left, right)).ids
-        except REFUSALS as error:
-            raise gr.Error(text.sentence(error), print_exception=False, title="Not queued") from None
+        settings = {"prompt": prompt, "model": model, "seed": int(seed) if seed.isdecimal() else seed}
+        a, b = actions.compare(settings, (left, right)).ids
         return json.dumps({"a": a, "b": b})
 
-    gr.on(
+    events.on(
         [start.click, prompt.submit],
         do_compare,
         inputs=[prompt, model, seed, left, right],
         outputs=pair,
-        api_visibility="private",
-        show_progress="hidden",
     )
     return pair
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import gradio as gr
 
+from videoattn.batch.estimate import estimate as estimate_jobs
+from videoattn.batch.plan import Planned
+from videoattn.batch.problems import Place
 from videoattn.batch.view import duration
 from videoattn.kernels import NAMES
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.settings import KNOBS as ALL_KNOBS
 from videoattn.web import text, uploads
-from videoattn.web.actions import REFUSALS, Actions
+from videoattn.web.actions import Actions
 from videoattn.web.choices import Presets
 from videoattn.web.limits import MAX_CLIPS_AT_ONCE, MAX_PROMPT
 
@@ -263,10 +266,6 @@ class Form:
 
 def estimate(form: Form, *values: Any) -> str:
     """One line on how long the job will take and what it needs, or what is wrong with it."""
-    from videoattn.batch.estimate import estimate as estimate_jobs
-    from videoattn.batch.plan import Planned
-    from videoattn.batch.problems import Place
-
     try:
         settings, clips, _ = form.settings(*values, with_image=False)
         settings["prompt"] = settings["prompt"] or "-"
@@ -290,29 +289,23 @@ def estimate(form: Form, *values: Any) -> str:
 
 
 def submit(form: Form, *values: Any) -> str:
-    """Queue what the form says; returns a line about it. Raises gr.Error with what is wrong."""
-    try:
-        settings, clips, timing = form.settings(*values)
-        done = form.actions.submit(settings, clips=clips, timing=timing)
-    except REFUSALS as error:
-        raise gr.Error(text.sentence(error), print_exception=False, title="Not queued") from None
+    """Queue what the form says; returns a line about it."""
+    settings, clips, timing = form.settings(*values)
+    done = form.actions.submit(settings, clips=clips, timing=timing)
     first = done.ids[0]
     line = f"Job {first} is queued." if clips == 1 else f"Jobs {first} to {done.ids[-1]} are queued."
     return line + "".join(f"\n\n⚠️ {text.sentence(each)}" for each in done.warnings)
 
 
-def load_clip(form: Form, path: str | None) -> dict[Any, Any]:
-    """Fill the form from an uploaded clip."""
+def load_clip(form: Form, path: str | None) -> tuple[dict[Any, Any], str]:
+    """Updates that fill the form from an uploaded clip, and a line about what is missing."""
     if path is None:
-        return {}
-    try:
-        settings = uploads.read_clip(Path(path))
-        updates = form.fill(settings)
-    except REFUSALS as error:
-        raise gr.Error(text.sentence(error), print_exception=False, title="Not loaded") from None
+        return {}, ""
+    settings = uploads.read_clip(Path(path))
+    updates = form.fill(settings)
     if settings.get("image") and form.actions.images.find(settings["image"]) is None:
-        gr.Warning("The clip began with an image that is not here: upload it as the start image.")
-    return updates
+        return updates, "⚠️ The clip began with an image that is not here: upload it as the start image."
+    return updates, ""
 
 
 Choices = tuple[list[tuple[str, Any]], Any]

@@ -9,8 +9,9 @@ from typing import Any
 
 import gradio as gr
 
-from videoattn.web import api, compare, gallery, generate, latest, queue, status, text, timing
-from videoattn.web.actions import REFUSALS, Actions
+from videoattn.web import api, compare, gallery, generate, latest, queue, status, timing
+from videoattn.web.actions import Actions
+from videoattn.web.events import Events
 from videoattn.web.panel import asset
 from videoattn.web.uploads import decode_image
 
@@ -22,20 +23,21 @@ def build(actions: Actions) -> gr.Blocks:
     with gr.Blocks(title="videoattn", analytics_enabled=False, fill_width=True) as blocks:
         blocks.queue(default_concurrency_limit=8, max_size=200)
         gr.HTML('<h1 class="va-title">videoattn</h1>', js_on_load=None)
+        events = Events()
         with gr.Tabs(selected="generate", elem_id="tabs") as tabs:
             with gr.Tab("Generate", id="generate", render_children=True):
-                form = _generate(actions, blocks)
+                form = _generate(actions, blocks, events)
             with gr.Tab("Queue", id="queue"):
                 queue.build(actions)
             with gr.Tab("Gallery", id="gallery"):
                 shelf = gallery.build(actions)
             with gr.Tab("Compare", id="compare"):
-                pair = compare.build(actions)
+                pair = compare.build(actions, events)
             with gr.Tab("Timing", id="timing"):
                 clip = timing.build(actions)
             with gr.Tab("Status", id="status"):
                 status.build(actions)
-        _connect(actions, tabs, form, shelf, pair, clip)
+        _connect(actions, events, tabs, form, shelf, pair, clip)
         api.build(actions)
     return blocks
 
@@ -59,7 +61,7 @@ def head() -> str:
     return f'<meta name="viewport" content="width=device-width, initial-scale=1">{scripts}'
 
 
-def _generate(actions: Actions, blocks: gr.Blocks) -> generate.Form:
+def _generate(actions: Actions, blocks: gr.Blocks, events: Events) -> generate.Form:
     with gr.Row(elem_classes="va-columns"):
         with gr.Column(scale=3, min_width=320):
             form = generate.Form(actions)
@@ -69,7 +71,6 @@ def _generate(actions: Actions, blocks: gr.Blocks) -> generate.Form:
             expected = gr.Markdown(elem_id="estimate")
             form.latest = latest.build(actions)
 
-    quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
     used = gr.State("")
 
     def do_submit(fresh: bool, *values: Any) -> tuple[str, str, str]:
@@ -77,53 +78,44 @@ def _generate(actions: Actions, blocks: gr.Blocks) -> generate.Form:
         seed = str(values[form.inputs.index(form.seed)])
         return line, (str(secrets.randbelow(2**32)) if fresh else seed), seed
 
-    gr.on(
+    events.on(
         [submit.click, form.prompt.submit],
         do_submit,
         inputs=[form.fresh, *form.inputs],
         outputs=[told, form.seed, used],
-        **quiet,
     )
-    form.dice.click(lambda: str(secrets.randbelow(2**32)), outputs=form.seed, **quiet)
-    form.again.click(
+    events.on(form.dice.click, lambda: str(secrets.randbelow(2**32)), outputs=form.seed)
+    events.on(
+        form.again.click,
         lambda used: (used or _last_seed(actions), False),
         inputs=used,
         outputs=[form.seed, form.fresh],
-        **quiet,
     )
+    events.on(form.model.input, form.choices, inputs=form.model, outputs=form.outputs)
 
-    def do_choose(model: str) -> dict[Any, Any]:
-        try:
-            return form.choices(model)
-        except REFUSALS as error:
-            raise gr.Error(text.sentence(error), print_exception=False, title="Model not found") from None
+    def do_load(path: str | None) -> dict[Any, Any]:
+        filled, line = generate.load_clip(form, path)
+        return {**filled, told: line}
 
-    form.model.input(do_choose, inputs=form.model, outputs=form.outputs, **quiet)
-    form.clip.upload(
-        lambda path: generate.load_clip(form, path), inputs=form.clip, outputs=form.outputs, **quiet
-    )
-    form.image.upload(_check_image, inputs=form.image, outputs=form.image, **quiet)
+    events.on(form.clip.upload, do_load, inputs=form.clip, outputs=[*form.outputs, told])
+    events.on(form.image.upload, _check_image, inputs=form.image, outputs=form.image)
     weighing = [
         form.model, form.size, form.length, form.steps, form.guidance, form.clips, form.width, form.height,
         form.frames, form.recipe, form.rate, *form.knobs,
     ]  # fmt: skip
-    gr.on(
+    events.on(
         [blocks.load, *(each.change for each in weighing)],
         lambda *values: generate.estimate(form, *values),
         inputs=form.inputs,
         outputs=expected,
         trigger_mode="always_last",
-        **quiet,
     )
     return form
 
 
 def _check_image(path: str | None) -> str | None:
     if path is not None:
-        try:
-            decode_image(Path(path))
-        except REFUSALS as error:
-            raise gr.Error(text.sentence(error), print_exception=False, title="Not an image") from None
+        decode_image(Path(path))
     return path
 
 
@@ -133,16 +125,18 @@ def _last_seed(actions: Actions) -> str:
 
 
 def _connect(
-    actions: Actions, tabs: gr.Tabs, form: generate.Form, shelf: gr.HTML, pair: gr.HTML, clip: gr.HTML
+    actions: Actions,
+    events: Events,
+    tabs: gr.Tabs,
+    form: generate.Form,
+    shelf: gr.HTML,
+    pair: gr.HTML,
+    clip: gr.HTML,
 ) -> None:
     """What the buttons of one tab do to another."""
 
     def reuse(event: gr.EventData) -> dict[Any, Any]:
-        try:
-            filled = form.fill(actions.settings(int(event.job)))
-        except REFUSALS as error:
-            raise gr.Error(text.sentence(error), print_exception=False, title="Not loaded") from None
-        return filled | {tabs: gr.Tabs(selected="generate")}
+        return form.fill(actions.settings(int(event.job))) | {tabs: gr.Tabs(selected="generate")}
 
     def left(chosen: str, event: gr.EventData) -> tuple[Any, str]:
         return gr.Tabs(selected="compare"), compare.choose(chosen, "a", int(event.job))
@@ -153,9 +147,8 @@ def _connect(
     def times(event: gr.EventData) -> tuple[Any, str]:
         return gr.Tabs(selected="timing"), json.dumps({"job": int(event.job)})
 
-    quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
     for source in (form.latest, shelf):
-        source.reuse(reuse, outputs=[tabs, *form.outputs], **quiet)
-    shelf.left(left, inputs=pair, outputs=[tabs, pair], **quiet)
-    shelf.right(right, inputs=pair, outputs=[tabs, pair], **quiet)
-    shelf.timing(times, outputs=[tabs, clip], **quiet)
+        events.on(source.reuse, reuse, outputs=[tabs, *form.outputs])
+    events.on(shelf.left, left, inputs=pair, outputs=[tabs, pair])
+    events.on(shelf.right, right, inputs=pair, outputs=[tabs, pair])
+    events.on(shelf.timing, times, outputs=[tabs, clip])
