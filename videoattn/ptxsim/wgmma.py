@@ -8,10 +8,11 @@ import numpy as np
 
 from .hb import ORDER
 from .layouts import decode_wgmma, operand_index
-from .mma_sync import halves_to_f32
+from .mma_sync import halves_to_f32, operand_halves
 from .tma import TmaOps
 
 _LANE = np.arange(32)
+_A_HALVES = operand_halves(16)[0]
 
 
 @lru_cache(64)
@@ -25,12 +26,7 @@ def accumulator_fragment(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def a_fragment(regs: tuple) -> np.ndarray:
     """The 16 x 16 part of A that a warp holds in four registers, as 16-bit patterns."""
-    out = np.empty((16, 16), np.uint16)
-    for r, reg in enumerate(regs):
-        pair = reg.view(np.uint16).reshape(32, 2)
-        row, col = _LANE // 4 + 8 * (r % 2), 2 * (_LANE % 4) + 8 * (r // 2)
-        out[row, col], out[row, col + 1] = pair[:, 0], pair[:, 1]
-    return out
+    return np.concatenate(regs).view(np.uint16)[_A_HALVES]
 
 
 class Accumulator:
