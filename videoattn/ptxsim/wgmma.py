@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import is_
 
 import numpy as np
 
@@ -32,13 +33,14 @@ def a_fragment(regs: tuple) -> np.ndarray:
 class Accumulator:
     """A warp's D while wgmma operations on it are in flight."""
 
-    __slots__ = ("at", "ctx", "matrix", "n", "pending", "values")
+    __slots__ = ("at", "ctx", "held", "matrix", "n", "pending", "values")
 
     def __init__(self, ctx, n: int, matrix: np.ndarray):
         self.ctx, self.n, self.matrix = ctx, n, matrix
         self.at = ctx.at
         self.pending = 0
         self.values: np.ndarray | None = None
+        self.held = [AccumulatorRegister(self, index) for index in range(n // 2)]
 
     def registers(self) -> np.ndarray:
         """[register, lane] of the finished accumulator."""
@@ -179,8 +181,8 @@ class WgmmaOps(TmaOps):
 
         self.machine.post(("wgmma", id(w)), run)
         w.wgmma_chains.append((chain, regs))
-        for i, r in enumerate(regs):
-            w.R[r] = AccumulatorRegister(chain, i)
+        for r, held in zip(regs, chain.held, strict=True):
+            w.R[r] = held
 
     def _same_accumulator(self, regs, n: int) -> bool:
         first = self.W.R[regs[0]]
@@ -191,10 +193,7 @@ class WgmmaOps(TmaOps):
         first = R[regs[0]]
         if type(first) is AccumulatorRegister:
             chain = first.chain
-            if chain.n == n and all(
-                type(R[r]) is AccumulatorRegister and R[r].chain is chain and R[r].index == i
-                for i, r in enumerate(regs)
-            ):
+            if chain.n == n and all(map(is_, (R[r] for r in regs), chain.held)):
                 return chain
         matrix = np.zeros((16, n), np.float32)
         if accumulate:
