@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import bench_attention as bench
 import tune_hopper
 
-from videoattn.kernels import abi, library, native, plan, simulated
+from videoattn.kernels import abi, library, native, plan, ptxas, simulated
 from videoattn.ptxsim import Device
 
 EVENTS = 4096  # kProfileEvents of profile.cuh
@@ -187,6 +187,7 @@ def main() -> int:
         for length in (shape.q_len, shape.kv_len, shape.kv_len)
     )
     library.FLAGS = (*library.FLAGS, "-DVIDEOATTN_PROFILE")
+    ptxas.FLAGS = (*ptxas.FLAGS, "-DVIDEOATTN_PROFILE")
     plan.FLAGS = (*plan.FLAGS, "-DVIDEOATTN_PROFILE")
     with tempfile.TemporaryDirectory() as folder:
         if options.variant is not None:

@@ -29,25 +29,42 @@ def batch(tmp_path, ltx_folder):
     return render
 
 
-def test_a_changed_or_repeated_job_has_no_failed_attempts_behind_it(batch):
-    rows = [{"prompt": "a red ball", "name": "ball"}, {"prompt": "a square", "name": "square"}]
-    batch(rows)
+def test_a_second_run_counts_what_is_its_own(batch, tmp_path):
+    """One history of runs, as each takes seconds to start.
+
+    A changed or repeated job has no failed attempts behind it; every run has its own retries.
+    """
+
+    def outcomes():
+        with StoreReader(tmp_path / "out") as store:
+            return [each.outcome for each in store.attempts(store.by_name("broken").id)]
+
+    (tmp_path / "style.safetensors").write_bytes(b"these are no weights")
+    rows = [
+        {"prompt": "a red ball", "name": "ball"},
+        {"prompt": "a square", "name": "square"},
+        {"prompt": "a red ball", "name": "broken", "lora": str(tmp_path / "style.safetensors")},
+    ]
+    said, counted = batch(rows, code=1)
+    assert len(said) == 3
+    assert "row 3) after 2 attempts: " in said[2]
+    assert counted == {"ball": 1, "square": 1, "broken": 2}
+    assert outcomes() == ["failed"] * 2
+
     rows[1]["prompt"] = "a green square"
-    (said,), counted = batch(rows)
-    assert re.match(r"done square, [\d.]+ s$", said), said
-    assert counted == {"ball": 1, "square": 1}
-    said, counted = batch(rows, "--no-resume")
+    said, counted = batch(rows, "--retries", "2", code=1)
+    done, failed = sorted(said)
+    assert re.match(r"done square, [\d.]+ s(, [^,]+ left)?$", done), done
+    assert "row 3) after 5 attempts: " in failed
+    assert counted == {"ball": 1, "square": 1, "broken": 5}
+    assert outcomes() == ["failed"] * 5
+
+    (failed,), counted = batch(rows, "--retries", "0", code=1)
+    assert "row 3) after 6 attempts: " in failed
+    assert counted == {"ball": 1, "square": 1, "broken": 6}
+    assert outcomes() == ["failed"] * 6
+
+    said, counted = batch(rows[:2], "--no-resume")
     assert len(said) == 2
     assert not any("attempts" in line for line in said), said
     assert counted == {"ball": 1, "square": 1}
-
-
-def test_every_run_has_its_own_retries(batch, tmp_path):
-    (tmp_path / "style.safetensors").write_bytes(b"these are no weights")
-    rows = [{"prompt": "a red ball", "name": "ball", "lora": str(tmp_path / "style.safetensors")}]
-    for options, attempts in ((), 2), (("--retries", "2"), 5), (("--retries", "0"), 6):
-        (said,), counted = batch(rows, *options, code=1)
-        assert f"row 1) after {attempts} attempts: " in said
-        assert counted == {"ball": attempts}
-        with StoreReader(tmp_path / "out") as store:
-            assert [each.outcome for each in store.attempts(1)] == ["failed"] * attempts

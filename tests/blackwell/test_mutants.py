@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.blackwell.mutants import Edit, edited_sources
+from tests.blackwell.mutants import Edit, edited_sources, keep_kernel
 from tests.blackwell.simulate import simulate
 from tests.blackwell.test_simulated import operands
 from videoattn.kernels import abi, plan, simulated
@@ -144,6 +144,7 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_is_caught(mutant, tmp_path, monkeypatch):
     sources = edited_sources(tmp_path, mutant.edits)
+    keep_kernel(sources, f"videoattn_blackwell_d{mutant.shape[-1]}_bf16")
     code = Module.from_file(compile_ptx(sources / "blackwell" / "attention.cu"))
     planner = abi.declare(ctypes.CDLL(str(plan.build(sources))))
     monkeypatch.setattr(simulated, "module", lambda source, target: code)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +43,33 @@ def run(*arguments: str | Path, cwd: Path, **options) -> subprocess.CompletedPro
     process = start(*arguments, cwd=cwd, **options)
     out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+@cache
+def _forks() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.cli.forks"],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_forked(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `run`, in a fork of a process that has imported everything; for what a start has no part in."""
+    server = _forks()
+    with tempfile.TemporaryDirectory() as folder:
+        said = {name: Path(folder, name) for name in ("out", "err")}
+        for path in said.values():
+            path.touch()
+        request = {"arguments": list(map(str, arguments)), "folder": str(cwd)}
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request | {name: str(path) for name, path in said.items()}) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in said.values()))
 
 
 def complaint(result: subprocess.CompletedProcess[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli.command import TINY, complaint, environment, run
+from tests.cli.command import TINY, complaint, environment, run, run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -81,32 +81,32 @@ def test_usage(case, place, ltx_folder):
     for option, value in zip(defaults[::2], defaults[1::2], strict=True):
         if option not in given:
             kept += [option, value]
-    result = run("render", "a red ball", *kept, *arguments, cwd=place)
+    result = run_forked("render", "a red ball", *kept, *arguments, cwd=place)
     assert message in complaint(result)
     assert result.returncode == 2
     assert tree(place) == before
 
 
 def test_no_prompt(place, ltx_folder):
-    result = run("render", "--model", ltx_folder, *TINY, cwd=place)
+    result = run_forked("render", "--model", ltx_folder, *TINY, cwd=place)
     assert "there is no prompt" in complaint(result)
     assert result.returncode == 2
 
 
 def test_two_prompts(place, ltx_folder):
-    result = run("render", "a", "--prompt", "b", "--model", ltx_folder, cwd=place)
+    result = run_forked("render", "a", "--prompt", "b", "--model", ltx_folder, cwd=place)
     assert "the prompt was given twice" in complaint(result)
     assert result.returncode == 2
 
 
 def test_unknown_verb(place):
-    result = run("paint", "x", cwd=place)
+    result = run_forked("paint", "x", cwd=place)
     assert "paint" in complaint(result)
     assert result.returncode == 2
 
 
 def test_from_a_file_that_is_no_clip(place):
-    result = run("render", "--from", "fake.mp4", cwd=place)
+    result = run_forked("render", "--from", "fake.mp4", cwd=place)
     assert "cannot read fake.mp4" in complaint(result)
     assert result.returncode == 1
 
@@ -121,7 +121,7 @@ def test_show(clip, code, place):
 def test_kernel_not_available(place, ltx_folder):
     before = tree(place)
     for arguments in (["--attention", "video_text=flash3"], ["--compare", "flash4"]):
-        result = run(
+        result = run_forked(
             "render",
             "x",
             "--model",
@@ -144,7 +144,7 @@ def test_corrupt_safetensors(place, ltx_folder):
     path = place / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     before = tree(place)
-    result = run("render", "x", "--model", "model", *TINY, "-o", "new/clip.mp4", cwd=place)
+    result = run_forked("render", "x", "--model", "model", *TINY, "-o", "new/clip.mp4", cwd=place)
     assert f"{path.relative_to(place)}: the safetensors file is corrupt" in complaint(result)
     assert result.returncode == 1
     assert tree(place) == before
@@ -157,7 +157,7 @@ def test_nan_weights(place, ltx_folder):
     state["proj_out.bias"][0] = float("nan")
     save_file(state, path, metadata={"format": "pt"})
     before = tree(place)
-    result = run("render", "x", "--model", "model", *TINY, "-o", "new/clip.mp4", cwd=place)
+    result = run_forked("render", "x", "--model", "model", *TINY, "-o", "new/clip.mp4", cwd=place)
     assert "NaN in stage denoise, step 1 of 2: nothing was written" in complaint(result)
     assert result.returncode == 1
     assert tree(place) == before
@@ -204,16 +204,18 @@ def test_a_full_disk_behind_standard_output(place):
 def test_what_a_clip_names_and_is_gone(place, ltx_folder):
     """The clip is said to name it, and its own places hold from every folder."""
     shutil.copytree(ltx_folder, place / "models" / "ltx")
-    made = run("render", "x", "--model", "models/ltx", *TINY, "-o", "clip.mp4", cwd=place)
+    made = run_forked("render", "x", "--model", "models/ltx", *TINY, "-o", "clip.mp4", cwd=place)
     assert made.returncode == 0, made.stderr
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
-    again = run("render", "--from", "../clip.mp4", "-o", "again.mp4", cwd=elsewhere)
+    again = run_forked("render", "--from", "../clip.mp4", "-o", "again.mp4", cwd=elsewhere)
     assert again.returncode == 0, again.stderr
     assert (elsewhere / "again.mp4").read_bytes() == (place / "clip.mp4").read_bytes()
     (place / "models" / "ltx").rename(place / "models" / "moved")
-    gone = run("render", "--from", "../clip.mp4", "-o", "third.mp4", cwd=elsewhere)
+    gone = run_forked("render", "--from", "../clip.mp4", "-o", "third.mp4", cwd=elsewhere)
     assert "(the model that ../clip.mp4 names; give another by --model)" in complaint(gone)
     assert gone.returncode == 2
-    moved = run("render", "--from", "../clip.mp4", "--model", "../nope", "-o", "third.mp4", cwd=elsewhere)
+    moved = run_forked(
+        "render", "--from", "../clip.mp4", "--model", "../nope", "-o", "third.mp4", cwd=elsewhere
+    )
     assert "../clip.mp4" not in complaint(moved)

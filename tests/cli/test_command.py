@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.cli.command import TINY, complaint, environment, run, start
+from tests.cli.command import TINY, complaint, environment, run, run_forked, start
 from videoattn.render import metadata
 from videoattn.render.clip import Clip, write_mp4
 from videoattn.render.job import RenderJob
@@ -88,7 +88,7 @@ def test_show_prints_the_settings(clip):
 @pytest.mark.slow
 def test_a_clip_renders_itself_again(clip):
     path, _ = clip
-    result = run("render", "--from", path, "-o", "again.mp4", cwd=path.parent.parent)
+    result = run_forked("render", "--from", path, "-o", "again.mp4", cwd=path.parent.parent)
     assert result.returncode == 0, result.stderr
     assert (path.parent.parent / "again.mp4").read_bytes() == path.read_bytes()
 
@@ -96,17 +96,21 @@ def test_a_clip_renders_itself_again(clip):
 @pytest.mark.slow
 def test_from_takes_what_is_given_over_what_was(clip):
     path, _ = clip
-    result = run("render", "blue", "--from", path, "--seed", "12", "-o", "other.mp4", cwd=path.parent.parent)
+    result = run_forked(
+        "render", "blue", "--from", path, "--seed", "12", "-o", "other.mp4", cwd=path.parent.parent
+    )
     assert result.returncode == 0, result.stderr
-    job = json.loads(run("show", "--json", "other.mp4", cwd=path.parent.parent).stdout)["job"]
-    before = json.loads(run("show", "--json", path, cwd=path.parent).stdout)["job"]
+    job = json.loads(run_forked("show", "--json", "other.mp4", cwd=path.parent.parent).stdout)["job"]
+    before = json.loads(run_forked("show", "--json", path, cwd=path.parent).stdout)["job"]
     assert job == before | {"prompt": "blue", "seed": 12}
 
 
 @pytest.mark.slow
 def test_without_a_name_the_clip_is_named_by_prompt_and_seed(ltx_folder, tmp_path):
     (tmp_path / "a-red-ball-seed0.mp4").write_text("taken")
-    result = run("render", "A red, ball!", "--model", ltx_folder, *TINY, "--compare", "sdpa", cwd=tmp_path)
+    result = run_forked(
+        "render", "A red, ball!", "--model", ltx_folder, *TINY, "--compare", "sdpa", cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "a-red-ball-seed0-2.mp4"
     assert (tmp_path / "a-red-ball-seed0.mp4").read_text() == "taken"
@@ -200,7 +204,7 @@ def test_another_image_than_the_clips_own_is_announced(ltx_folder, tmp_path):
         clip = Clip(np.zeros((17, 96, 128, 3), np.uint8), Fraction(24))
         write_mp4(tmp_path / f"{name}.mp4", clip, place=tmp_path / f"{name}.mp4", crf=16, metadata=tags)
     said = {
-        name: run("render", "--from", f"{name}.mp4", "-o", "out.mp4", cwd=tmp_path).stderr
+        name: run_forked("render", "--from", f"{name}.mp4", "-o", "out.mp4", cwd=tmp_path).stderr
         for name in ("same", "other")
     }
     assert "is not the one that other.mp4 was rendered from" in said["other"]

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import re
-import subprocess
 
 import pytest
 
 from videoattn.kernels import library
+from videoattn.kernels.ptxas import compile_ptx, ptxas_output
 
 pytestmark = pytest.mark.slow
 
+SOURCE = library.SOURCES / "hopper" / "attention.cu"
 CONFIGS = ("d128_n128", "d64_n112", "d64_n96", "d64_n128")
 KERNELS = {f"videoattn_hopper_{config}_{dtype}" for config in CONFIGS for dtype in ("bf16", "fp16")}
 
 
 @pytest.fixture(scope="module")
-def compiler():
-    return library.find_compiler()
-
-
-@pytest.fixture(scope="module")
-def report(compiler, tmp_path_factory):
+def report():
     """ptxas's report of the product build."""
-    made = tmp_path_factory.mktemp("hopper") / "attention.cubin"
-    command = [compiler.path, *compiler.flags, *library.FLAGS, "-gencode=arch=compute_90a,code=sm_90a"]
-    command += ["-Xptxas=-v", "-cubin", "-o", made, library.SOURCES / "hopper" / "attention.cu"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return ptxas_output(SOURCE, "sm_90a")
 
 
 def test_no_spills_and_no_stack(report):
@@ -57,8 +50,5 @@ def test_wgmma_is_not_serialised(report):
     assert "C7508" not in report, "setmaxnreg was ignored"
 
 
-def test_no_local_memory(compiler, tmp_path):
-    made = tmp_path / "attention.ptx"
-    command = [compiler.path, *compiler.flags, *library.FLAGS, "-gencode=arch=compute_90a,code=compute_90a"]
-    subprocess.run([*command, "-ptx", "-o", made, library.SOURCES / "hopper" / "attention.cu"], check=True)
-    assert not re.search(r"\b(ld|st)\.local\b|\.local\b", made.read_text())
+def test_no_local_memory():
+    assert not re.search(r"\b(ld|st)\.local\b|\.local\b", compile_ptx(SOURCE, "sm_90a").read_text())

@@ -159,7 +159,7 @@ def build(
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock"):
+        with locked(folder / "lock"):
             if not target.is_file():
                 with tempfile.TemporaryDirectory(dir=folder, prefix="build.") as scratch:
                     made = _compile(compiler, sources, Path(scratch), extra_flags)
@@ -170,7 +170,8 @@ def build(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Nobody else is in a block that locks `path` meanwhile."""
     with open(path, "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

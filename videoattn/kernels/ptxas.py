@@ -1,7 +1,7 @@
 """Compiles one kernel file to PTX and reads what ptxas says of it: registers, spills, stack, shared memory.
 
 Results lie in `build/ptx` of a checkout, in the cache for an installed package, named by the hash of the
-file, its includes, flags and compiler.
+file, its includes, flags and compiler; processes that want the same one wait for one another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from videoattn.kernels.library import PACKAGED, SOURCES, BuildError, Compiler, cache_root, find_compiler
+from videoattn.kernels.library import (
+    PACKAGED,
+    SOURCES,
+    BuildError,
+    Compiler,
+    cache_root,
+    find_compiler,
+    locked,
+)
 
 FLAGS = ("-std=c++17", "-O3", "-lineinfo")
 
@@ -61,7 +69,7 @@ def compile_ptx(source: Path, arch: str = "sm_100a", defines: tuple[str, ...] = 
 
     Raises BuildError with the compiler's first error line.
     """
-    return _compile(source, arch, defines)[0]
+    return _compile(find_compiler(), source, arch, defines)
 
 
 def compile_report(
@@ -71,7 +79,29 @@ def compile_report(
 
     Raises BuildError with the compiler's first error line.
     """
-    return parse_report(_compile(source, arch, defines)[1].read_text())
+    return parse_report(ptxas_output(source, arch, defines))
+
+
+def ptxas_output(source: Path, arch: str = "sm_100a", defines: tuple[str, ...] = ()) -> str:
+    """All that ptxas says of a file compiled for `arch`: resources, and warnings.
+
+    Raises BuildError with the compiler's first error line.
+    """
+    compiler = find_compiler()
+    ptx = _compile(compiler, source, arch, defines)
+    report = ptx.with_name("ptxas.txt")
+    with locked(ptx.with_name("lock")):
+        if not report.is_file():
+            with tempfile.TemporaryDirectory(dir=ptx.parent, prefix="build.") as scratch:
+                ptxas, cubin = compiler.path.with_name("ptxas"), Path(scratch, "kernel.cubin")
+                command = [ptxas, f"-arch={arch}", "-O3", "-v", str(ptx), "-o", str(cubin)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode != 0:
+                    raise BuildError(f"ptxas failed on {source.name} for {arch}: {_first_error(done.stderr)}")
+                told = Path(scratch, report.name)
+                told.write_text(done.stderr + done.stdout)
+                os.replace(told, report)
+    return report.read_text()
 
 
 def parse_report(text: str) -> dict[str, Resources]:
@@ -93,37 +123,30 @@ def parse_report(text: str) -> dict[str, Resources]:
     return reports
 
 
-def _compile(source: Path, arch: str, defines: tuple[str, ...]) -> tuple[Path, Path]:
-    compiler = find_compiler()
+def _compile(compiler: Compiler, source: Path, arch: str, defines: tuple[str, ...]) -> Path:
     flags = [*FLAGS, f"-arch={arch}", *(f"-D{define}" for define in defines)]
     digest = hashlib.sha256(json.dumps([flags, compiler.version]).encode())
     for path in source_closure(source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     builds = cache_root() if SOURCES == PACKAGED else SOURCES.parent / "build"
     folder = builds / "ptx" / f"{source.stem}.{arch}.{digest.hexdigest()[:16]}"
-    ptx, report = folder / f"{source.stem}.ptx", folder / "ptxas.txt"
-    if not (ptx.is_file() and report.is_file()):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="build.") as scratch:
-            made, cubin = Path(scratch, ptx.name), Path(scratch, "kernel.cubin")
-            said = _run(compiler, [*flags, "-ptx", str(source), "-o", str(made)])
-            ptxas = compiler.path.with_name("ptxas")
-            command = [ptxas, f"-arch={arch}", "-O3", "-v", str(made), "-o", str(cubin)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise BuildError(f"ptxas failed on {source.name} for {arch}: {_first_error(done.stderr)}")
-            told = Path(scratch, report.name)
-            told.write_text(said + done.stderr + done.stdout)
-            os.replace(told, report)
-            os.replace(made, ptx)
-    return ptx, report
+    ptx = folder / f"{source.stem}.ptx"
+    if ptx.is_file():
+        return ptx
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "lock"):
+        if not ptx.is_file():
+            with tempfile.TemporaryDirectory(dir=folder, prefix="build.") as scratch:
+                made = Path(scratch, ptx.name)
+                _run(compiler, [*flags, "-ptx", str(source), "-o", str(made)])
+                os.replace(made, ptx)
+    return ptx
 
 
-def _run(compiler: Compiler, arguments: list[str]) -> str:
+def _run(compiler: Compiler, arguments: list[str]) -> None:
     done = subprocess.run([compiler.path, *compiler.flags, *arguments], capture_output=True, text=True)
     if done.returncode != 0:
         raise BuildError(f"nvcc failed: {_first_error(done.stderr + done.stdout)}")
-    return done.stderr
 
 
 def _first_error(text: str) -> str:

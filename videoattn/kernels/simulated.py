@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
 from videoattn.kernels import abi, library, native, plan
+from videoattn.kernels.ptxas import compile_ptx
 from videoattn.ptxsim import Buffer, Device, Module, Report, Schedule, TensorMap
 
 TARGETS = {90: "sm_90a", 100: "sm_100a", 103: "sm_103a"}
@@ -22,16 +20,7 @@ PROMOTIONS = {0: "none", 1: "64B", 2: "128B", 3: "256B"}
 @lru_cache(maxsize=8)
 def module(source: str, target: str) -> Module:
     """The PTX of one source of `csrc` for a target such as sm_90a.  Raises BuildError."""
-    compiler = library.find_compiler()
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "kernel.ptx"
-        architecture = target.replace("sm_", "compute_")
-        flags = [f"-gencode=arch={architecture},code={architecture}", "-ptx", "-o", str(made)]
-        command = [str(compiler.path), *compiler.flags, *library.FLAGS, *flags, str(library.SOURCES / source)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if done.returncode:
-            raise library.BuildError(f"nvcc failed: {(done.stderr.splitlines() or ['no message'])[0]}")
-        return Module.from_ptx(made.read_text())
+    return Module.from_file(compile_ptx(library.SOURCES / source, target))
 
 
 class Memory:

@@ -54,7 +54,10 @@ class Warp:
         self.unsynced = np.zeros(32, np.bool_)  # lanes with memory accesses since the warp last synchronised
         self.local: np.ndarray | None = None
         program = cta.machine.program
-        self.R: list = [PoisonRegister(self, r) for r in program.entry.regs]
+        # nvcc declares several times as many registers as it uses.
+        self.R: list = [None] * len(program.entry.regs)
+        for k in program.used:
+            self.R[k] = PoisonRegister(self, program.entry.regs[k])
         self.live = np.arange(32) < threads
         self.special = self._special_registers(cta, index)
         self.counts = [0] * len(program.blocks)

@@ -120,7 +120,7 @@ class Program:
         return a
 
     def _locals(self) -> None:
-        """Registers that live in one block only need not be written back."""
+        """Registers that live in one block only need not be written back; `used` are all that occur."""
         home: dict[int, int] = {}
         shared: set[int] = set()
 
@@ -160,6 +160,7 @@ class Program:
                     else:
                         upward.add(d.index)
         self.block_local = {r for r in home if r not in shared and r not in upward}
+        self.used = sorted(home)
 
     def _stub(self, i: int, masked: bool):
         def compile_and_run(C, R, W):

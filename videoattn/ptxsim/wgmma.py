@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import is_
 
 import numpy as np
 
 from .hb import ORDER
 from .layouts import decode_wgmma, operand_index
-from .mma_sync import halves_to_f32
+from .mma_sync import halves_to_f32, operand_halves
 from .tma import TmaOps
 
 _LANE = np.arange(32)
+_A_HALVES = operand_halves(16)[0]
 
 
 @lru_cache(64)
@@ -25,24 +27,20 @@ def accumulator_fragment(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def a_fragment(regs: tuple) -> np.ndarray:
     """The 16 x 16 part of A that a warp holds in four registers, as 16-bit patterns."""
-    out = np.empty((16, 16), np.uint16)
-    for r, reg in enumerate(regs):
-        pair = reg.view(np.uint16).reshape(32, 2)
-        row, col = _LANE // 4 + 8 * (r % 2), 2 * (_LANE % 4) + 8 * (r // 2)
-        out[row, col], out[row, col + 1] = pair[:, 0], pair[:, 1]
-    return out
+    return np.concatenate(regs).view(np.uint16)[_A_HALVES]
 
 
 class Accumulator:
     """A warp's D while wgmma operations on it are in flight."""
 
-    __slots__ = ("at", "ctx", "matrix", "n", "pending", "values")
+    __slots__ = ("at", "ctx", "held", "matrix", "n", "pending", "values")
 
     def __init__(self, ctx, n: int, matrix: np.ndarray):
         self.ctx, self.n, self.matrix = ctx, n, matrix
         self.at = ctx.at
         self.pending = 0
         self.values: np.ndarray | None = None
+        self.held = [AccumulatorRegister(self, index) for index in range(n // 2)]
 
     def registers(self) -> np.ndarray:
         """[register, lane] of the finished accumulator."""
@@ -183,8 +181,8 @@ class WgmmaOps(TmaOps):
 
         self.machine.post(("wgmma", id(w)), run)
         w.wgmma_chains.append((chain, regs))
-        for i, r in enumerate(regs):
-            w.R[r] = AccumulatorRegister(chain, i)
+        for r, held in zip(regs, chain.held, strict=True):
+            w.R[r] = held
 
     def _same_accumulator(self, regs, n: int) -> bool:
         first = self.W.R[regs[0]]
@@ -195,10 +193,7 @@ class WgmmaOps(TmaOps):
         first = R[regs[0]]
         if type(first) is AccumulatorRegister:
             chain = first.chain
-            if chain.n == n and all(
-                type(R[r]) is AccumulatorRegister and R[r].chain is chain and R[r].index == i
-                for i, r in enumerate(regs)
-            ):
+            if chain.n == n and all(map(is_, (R[r] for r in regs), chain.held)):
                 return chain
         matrix = np.zeros((16, n), np.float32)
         if accumulate:
