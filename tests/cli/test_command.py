@@ -156,6 +156,33 @@ def test_an_interrupt_at_any_moment_of_the_start_is_one_line(tmp_path):
         assert err.splitlines() in (["videoattn: interrupted, nothing unfinished is left"], []), err
 
 
+@pytest.mark.parametrize("pressed", [True, False])
+def test_an_import_that_an_interrupt_broke_is_no_traceback(pressed, tmp_path):
+    """numpy's parts can't be imported twice, which whoever catches the first failure gets told."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        f"    {pressed} and os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.1)\n"
+        "except BaseException:\n"
+        "    pass\n"
+        "raise ImportError('cannot load module more than once per process')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "videoattn", "doctor"],
+        cwd=tmp_path,
+        env=environment() | {"PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    if pressed:
+        assert result.stderr == "videoattn: interrupted, nothing unfinished is left\n"
+        assert result.returncode == 130
+    else:
+        assert "ImportError: cannot load module" in result.stderr
+        assert result.returncode == 1
+
+
 @pytest.mark.slow
 def test_a_killed_render_leaves_nothing_that_looks_finished(ltx_folder, tmp_path):
     process = start("render", "x", "--model", ltx_folder, *TINY[:-1], "1000", "-o", "clip.mp4", cwd=tmp_path)

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from tests.kernels import fake_cuda
-from videoattn.kernels import library, native
+from videoattn.kernels import library, native, ptxas
 
 pytestmark = pytest.mark.slow
 
@@ -169,6 +169,10 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("VIDEOATTN_CACHE", str(tmp_path / "file"))
     with pytest.raises(library.BuildError, match="can't be written"):
         library.build()
+    # As an installed package, whose PTX goes into the cache as well.
+    monkeypatch.setattr(ptxas, "PACKAGED", ptxas.SOURCES)
+    with pytest.raises(library.BuildError, match="can't be written"):
+        ptxas.compile_ptx(library.SOURCES / "ladder" / "01_baseline.cu")
 
 
 def test_a_broken_library_is_a_reason_and_no_crash(tmp_path):

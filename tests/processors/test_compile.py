@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -20,8 +18,6 @@ from tests.pipelines import (
     ltx_transformer,
 )
 from tests.processors.calls import CountingBackend, recording
-
-full = pytest.mark.skipif("VIDEOATTN_FULL" not in os.environ, reason="full tier: set VIDEOATTN_FULL=1")
 
 LAYERS = 12
 TEXT = ("video_text", "audio_text")
@@ -58,9 +54,7 @@ def fresh_compiler():
         ("repeated_blocks", LAYERS),
         pytest.param("in_place", 2, marks=pytest.mark.slow),
         pytest.param("wrapped", 2, marks=pytest.mark.slow),
-        # Many blocks of one code could reach the limit of compiling a frame again, as above; a whole model
-        # is one frame, of 2 layers as of many.
-        pytest.param("wrapped", LAYERS, marks=[pytest.mark.slow, full]),
+        pytest.param("wrapped", LAYERS, marks=pytest.mark.slow),
     ],
 )
 def test_one_graph_per_mask_form(mode, layers):

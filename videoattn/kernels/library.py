@@ -157,24 +157,27 @@ def build(
     folder = target.parent
     if target.is_file():
         return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / "lock"):
-            if not target.is_file():
-                with tempfile.TemporaryDirectory(dir=folder, prefix="build.") as scratch:
-                    made = _compile(compiler, sources, Path(scratch), extra_flags)
-                    os.replace(made, target)
-    except OSError as error:
-        raise BuildError(f"the build cache {folder} can't be written: {error.strerror}") from None
+    with locked(folder):
+        if not target.is_file():
+            with tempfile.TemporaryDirectory(dir=folder, prefix="build.") as scratch:
+                made = _compile(compiler, sources, Path(scratch), extra_flags)
+                os.replace(made, target)
     return target
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Nobody else is in a block that locks `path` meanwhile."""
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+def locked(folder: Path) -> Iterator[None]:
+    """A folder of the build cache, made first, in which nobody else builds meanwhile.
+
+    Raises BuildError where it can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise BuildError(f"the build cache {folder} can't be written: {error.strerror}") from None
 
 
 def _compile(compiler: Compiler, sources: Path, scratch: Path, extra_flags: tuple[str, ...]) -> Path:

@@ -67,7 +67,7 @@ def source_closure(source: Path) -> list[Path]:
 def compile_ptx(source: Path, arch: str = "sm_100a", defines: tuple[str, ...] = ()) -> Path:
     """The PTX of a kernel file for `arch`, from the cache if nothing it depends on has changed.
 
-    Raises BuildError with the compiler's first error line.
+    Raises BuildError with the compiler's first error line, or where the cache can't be written.
     """
     return _compile(find_compiler(), source, arch, defines)
 
@@ -90,7 +90,9 @@ def ptxas_output(source: Path, arch: str = "sm_100a", defines: tuple[str, ...] =
     compiler = find_compiler()
     ptx = _compile(compiler, source, arch, defines)
     report = ptx.with_name("ptxas.txt")
-    with locked(ptx.with_name("lock")):
+    if report.is_file():
+        return report.read_text()
+    with locked(ptx.parent):
         if not report.is_file():
             with tempfile.TemporaryDirectory(dir=ptx.parent, prefix="build.") as scratch:
                 ptxas, cubin = compiler.path.with_name("ptxas"), Path(scratch, "kernel.cubin")
@@ -133,8 +135,7 @@ def _compile(compiler: Compiler, source: Path, arch: str, defines: tuple[str, ..
     ptx = folder / f"{source.stem}.ptx"
     if ptx.is_file():
         return ptx
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / "lock"):
+    with locked(folder):
         if not ptx.is_file():
             with tempfile.TemporaryDirectory(dir=folder, prefix="build.") as scratch:
                 made = Path(scratch, ptx.name)

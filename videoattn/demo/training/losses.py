@@ -22,10 +22,13 @@ PASSED = 0.35
 class _Recorded(LatentPool):
     """A pool that keeps the scenes it draws, in order."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.drawn: list[Scenes] = []
+        super().__init__(*arguments, **options)
+
     def _scenes(self) -> Scenes:
-        scenes = super()._scenes()
-        self.__dict__.setdefault("drawn", []).append(scenes)
-        return scenes
+        self.drawn.append(super()._scenes())
+        return self.drawn[-1]
 
 
 @torch.no_grad()
