@@ -22,9 +22,9 @@ def main() -> int:
         from videoattn import cli
 
         return cli.main()
-    except BaseException as error:
+    except (KeyboardInterrupt, ImportError):
         # Packages that try an import of numpy's again, after Ctrl-C cut it short, end it in an ImportError.
-        if not isinstance(error, KeyboardInterrupt) and not (pressed and isinstance(error, ImportError)):
+        if not pressed:
             raise
         sys.stderr.write("videoattn: interrupted, nothing unfinished is left\n")
         return 130

@@ -15,6 +15,7 @@ from videoattn.demo.training.latents import LatentPool
 from videoattn.demo.training.text import embed
 
 SIGMAS = (0.1, 0.3, 0.5, 0.8, 0.95)
+KINDS_AT = 0.8
 # Mean distance of a token from the clip's median token, that is from the background, over its channels.
 PASSED = 0.35
 
@@ -55,24 +56,18 @@ def losses(
         "",
         "noise level  loss  share there",
     ]
-    by_kind = np.zeros(0)
-    for sigma in SIGMAS:
-        error = torch.cat(
-            [
-                _error(pipe, sigma, clean[k : k + chunk], text[k : k + chunk], batch.mask[k : k + chunk])
-                for k in range(0, len(clean), chunk)
-            ]
-        )
+    parts = list(zip(clean.split(chunk), text.split(chunk), batch.mask.split(chunk), strict=True))
+    errors = {sigma: torch.cat([_error(pipe, sigma, *part) for part in parts]) for sigma in SIGMAS}
+    for sigma, error in errors.items():
         share = (error[passed].sum() / error.sum()).item()
         lines.append(f"{sigma:11.2f}  {error.mean().item():.4f}  {share:.1%}")
-        if sigma == 0.8:
-            by_kind = error.mean(1).cpu().numpy()
-    lines += ["", f"{'noise 0.8':10}" + "".join(f"{name:>10}" for name in SHAPES)]
+    by_clip = errors[KINDS_AT].mean(1).cpu().numpy()
+    lines += ["", f"{f'noise {KINDS_AT}':10}" + "".join(f"{name:>10}" for name in SHAPES)]
     for motion, name in enumerate(MOTIONS):
         rows = [
             (scenes.motion[:, 0] == motion) & (scenes.shape[:, 0] == shape) for shape in range(len(SHAPES))
         ]
-        cells = [f"{by_kind[row].mean():10.4f}" if row.any() else f"{'–':>10}" for row in rows]
+        cells = [f"{by_clip[row].mean():10.4f}" if row.any() else f"{'–':>10}" for row in rows]
         lines.append(f"{name:10}" + "".join(cells))
     return "\n".join(lines)
 
