@@ -22,9 +22,9 @@ def main() -> int:
         from videoattn import cli
 
         return cli.main()
-    except (KeyboardInterrupt, ImportError):
+    except (KeyboardInterrupt, ImportError) as error:
         # Packages that try an import of numpy's again, after Ctrl-C cut it short, end it in an ImportError.
-        if not pressed:
+        if isinstance(error, ImportError) and not pressed:
             raise
         sys.stderr.write("videoattn: interrupted, nothing unfinished is left\n")
         return 130
