@@ -117,6 +117,7 @@ SHAPES = {
         "self 28160",
         "self 5525 ragged",
         "text 12288x256",
+        "text 12288x128",
     ],
     "d64": [
         "D64 self 6144",
@@ -124,6 +125,7 @@ SHAPES = {
         "audio to video 12288x259",
         "video to audio 259x12288",
         "audio self 259",
+        "audio text 259x1024",
     ],
 }
 SUSTAINED = {"self 28160", "text 12288x1024", "D64 self 14080"}
