@@ -2,6 +2,8 @@
 since TRITON_INTERPRET must be set before Triton is imported.
 
 The accuracy rule: max|fused − ref| ≤ 2 · max|stock − ref|, ref being the stock computation in wider numbers.
+The rounding rule: a kernel rounds where its twin does, so the two are equal, bit for bit where no sum's order
+can tell them apart.
 """
 
 from __future__ import annotations
@@ -87,6 +89,24 @@ def assert_accurate(ours, stock, reference):
         assert ref.abs().max() > 20 * allowed
 
 
+def assert_rounds_as(stock, ours):
+    """Equal but for one element in a hundred, which the order of a norm's sum puts on the other side of a
+    rounding: there one unit in the last place of the largest number."""
+    for a, b in zip(ours, stock, strict=True):
+        unit = torch.finfo(b.dtype).eps * b.abs().max().float()
+        assert (a.float() - b.float()).abs().max() <= unit
+        assert (a != b).float().mean() < 0.01
+
+
+def all_equal(ours, stock):
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+
+
+def summable(*shape, dtype):
+    """Numbers whose squares add up exactly, in whatever order."""
+    return (torch.randint(-16, 17, shape) / 8).to(dtype)
+
+
 def strided(batch, length, channels, dtype):
     """A slice of a wider tensor, as chunking a joint projection gives it; what lies beside it is poison."""
     whole = torch.full((batch, length + 1, 2 * channels), float("nan"), dtype=dtype)
@@ -133,6 +153,8 @@ def test_query_and_key(fusion, dtype, rope, heads, head_dim, lengths):
         ]
 
     assert_accurate(ours, stock(inputs), stock(wider(inputs)) if dtype != torch.float32 else stock(inputs))
+    if dtype != torch.float32:
+        assert_rounds_as(stock(inputs), ours)
     assert all(out.is_contiguous() for out in ours)
 
 
@@ -140,8 +162,28 @@ def test_query_and_key(fusion, dtype, rope, heads, head_dim, lengths):
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (3, 128)])
 def test_gate(fusion, dtype, heads, head_dim):
     x, logits = strided(2, 3, heads * head_dim, dtype), strided(2, 3, heads, dtype)
-    ours = fusion.gate(x, logits)
-    assert_accurate([ours], [fused.gate_twin(x, logits)], [fused.gate_twin(wider(x), wider(logits))])
+    ours, stock = [fusion.gate(x, logits)], [fused.gate_twin(x, logits)]
+    assert_accurate(ours, stock, [fused.gate_twin(wider(x), wider(logits))])
+    if dtype != torch.float32:  # that differs by the last bits of an exponential
+        assert all_equal(ours, stock)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rope", ["none", "split", "interleaved"])
+def test_query_and_key_round_as_stock(fusion, dtype, rope):
+    norms, turn = attention_norms(384, dtype), angles(rope, 2, 5, 3, 128)
+    norms.norm_k.eps = None
+    inputs = [summable(2, 5, 384, dtype=dtype) for _ in range(2)]
+    ours = fusion.query_and_key(norms, *inputs, turn)
+    twins = [
+        fused.norm_rotate_twin(x, norm.weight, norm.eps, turn)
+        for x, norm in zip(inputs, (norms.norm_q, norms.norm_k), strict=True)
+    ]
+    if (dtype, rope) == (torch.float32, "split"):  # torch may fuse a product with a sum here
+        for a, b in zip(ours, twins, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-7, rtol=2e-7)
+    else:
+        assert all_equal(ours, twins)
 
 
 def parameters(count, batch, rows, channels, dtype):
@@ -177,9 +219,46 @@ def test_residual_norm(fusion, dtype, per_row, branch, gated, norm, modulations)
         tuple(Modulation(*values[2 * index : 2 * index + 2]) for index in range(modulations)),
     )
     ours = fusion.residual_norm(*arguments)
-    reference = fused.residual_norm_twin(*wider(arguments))
+    stock, reference = fused.residual_norm_twin(*arguments), fused.residual_norm_twin(*wider(arguments))
     assert len(ours) == branch + max(int(norm), modulations)
-    assert_accurate(ours, fused.residual_norm_twin(*arguments), reference)
+    assert_accurate(ours, stock, reference)
+    if dtype != torch.float32:
+        assert_rounds_as(stock, ours)
+    if not norm:
+        assert all_equal(ours, stock)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_a_residual_rounds_as_stock(fusion, dtype, per_row):
+    """The sum of a gated branch; norms with and without a weight; one and two modulations."""
+    shape = 2, 5, 384
+    values = parameters(5, 2, 5 if per_row else 1, 384, dtype)
+    pairs = Modulation(*values[:2]), Modulation(*values[2:4])
+    plain, weighted = (RMSNorm(384, 1e-6, elementwise_affine=affine).to(dtype) for affine in (False, True))
+    weighted.weight.uniform_(0.5, 1.5)
+    x = summable(*shape, dtype=dtype)
+    cases = [
+        Residual(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), values[4]),
+        Residual(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)),
+        Residual(torch.randn(shape).to(dtype), modulations=pairs),
+        Residual(x, norm=weighted),
+        Residual(x, norm=plain, modulations=pairs[:1]),
+        Residual(x, norm=weighted, modulations=pairs),
+    ]
+    for case in cases:
+        assert all_equal(fusion.residual_norm(*case), fused.residual_norm_twin(*case)), case
+
+
+def test_parameters_of_another_dtype_round_as_stock(fusion):
+    """Tables in fp32 beside bf16: what they are added to or multiplied with is fp32 until stored."""
+    x, branch = (torch.randn(2, 5, 128).bfloat16() for _ in range(2))
+    table, temb = torch.randn(3, 128) / 2, torch.randn(2, 1, 384).bfloat16()
+    scale, shift, gate = (fused.parameter(table, temb, index) for index in range(3))
+    for case in (Residual(x, branch, gate), Residual(x, modulations=(Modulation(scale, shift),))):
+        (stock,) = fused.residual_norm_twin(*case)
+        assert stock.dtype == torch.float32
+        assert all_equal(fusion.residual_norm(*case), [stock.bfloat16()])
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (1, 4)])
@@ -261,7 +340,10 @@ def test_a_transformer(version, level):
     with recording() as calls:
         results = ours(**inputs)
     assert len(calls.calls) == (2 if version == "ltx" else 6)
-    assert_accurate(results, stock(**inputs), reference)
+    expected = stock(**inputs)
+    assert_accurate(results, expected, reference)
+    for a, b, ref in zip(results, expected, reference, strict=True):
+        assert (a.float() - b.float()).norm() < (b.float() - ref).norm() / 4, "roundings are not stock's"
 
 
 class Ops(TorchDispatchMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -193,6 +194,16 @@ def test_compiled_at_full_width(case, capability, tmp_path):
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert spilled(kernel, tmp_path) == 0
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp16"])
+def test_a_product_is_rounded_before_a_sum(dtype, capability):
+    """No multiplication in 16 bits, which ptxas may fuse with the sum behind it, and LLVM does."""
+    kernel, pointers, constants = residual_case()
+    ptx = compiled(kernel, dict.fromkeys(pointers, dtype), constants, capability).asm["ptx"]
+    assert not re.findall(r"\b(?:fma|mul)\.[\w.]*f16\w*", ptx)
+    assert re.search(r"\bfma\.rn\.f32", ptx)
 
 
 def test_unknown_engine():

@@ -3,7 +3,7 @@
 Of an attention module: QK RMSNorm with rotary embedding, and the gates of heads. Of a block around it: a
 residual with the norm and modulation that follow it, and the feed-forward's first layer with its GELU. A twin
 is what diffusers computes, operation by operation; it serves devices without Triton, and torch.compile where
-`under_compile` is "torch".
+`under_compile` is "torch". A kernel rounds where its twin does.
 """
 
 from __future__ import annotations
@@ -161,7 +161,10 @@ class Fusion:
         return results[:count], results[count:]
 
     def linear_gelu(self, x: torch.Tensor, linear: torch.nn.Linear) -> torch.Tensor:
-        """GELU (tanh form) of a linear layer, in the matrix product's epilogue on a GPU."""
+        """GELU (tanh form) of a linear layer, in the matrix product's epilogue on a GPU.
+
+        There GELU is of the unrounded sum, one rounding less than diffusers has.
+        """
         if not (x.is_cuda and self._use_triton(x)):
             return F.gelu(linear(x), approximate="tanh")
         _same_device(x, linear.weight)
@@ -268,8 +271,8 @@ def _norm_rotate(
         y,
         norm_x.weight,
         y_weight,
-        _eps(norm_x, x),
-        0.0 if norm_y is None else _eps(norm_y, x),
+        _eps(norm_x),
+        0.0 if norm_y is None else _eps(norm_y),
         cos,
         sin,
         y_cos,
@@ -277,8 +280,9 @@ def _norm_rotate(
     )
 
 
-def _eps(norm: Any, x: torch.Tensor) -> float:
-    return torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+def _eps(norm: Any) -> float:
+    # Torch takes that of the dtype it computes in, fp32, not of the tensor's.
+    return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
 
 
 def _check_angles(x: torch.Tensor, cos: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """Triton kernels for the element-wise work of an LTX block, and the torch ops around them.
 
 A program takes one row, a token's channels, or several rows in turn, so that every large tensor is read and
-written once and per-channel vectors are read once a program. Sums and products are fp32; a result is rounded
-to its dtype where it is stored. Imported only by `fused`, since it needs Triton.
+written once and per-channel vectors are read once a program. Every operation is computed in fp32 and its
+result rounded, in registers, wherever diffusers stores one: without these roundings results are nearer to
+fp32's, but farther from stock's. Imported only by `fused`, since it needs Triton.
 """
 
 # A kernel's body is Triton's language and no Python that a type checker could follow.
@@ -25,6 +26,15 @@ ROWS = 4
 PER_THREAD = 16
 # TRITON_INTERPRET=1 when Triton was imported: kernels run on the CPU, by numpy.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _rounded(values, a, b, c):
+    """fp32 values as torch stores what it computes of tensors at these pointers: in the dtype of all three,
+    and where their dtypes differ in fp32."""
+    if a.dtype == b.dtype and a.dtype == c.dtype:
+        values = values.to(a.dtype.element_ty).to(tl.float32)
+    return values
 
 
 @triton.jit
@@ -89,8 +99,8 @@ def _norm_rotate_row(
 ):
     first, second = _load_pairs(source, PAIRS, BLOCK, HALF, ROPE)
     scale = tl.rsqrt(tl.sum(first * first + second * second, axis=0) / (2 * PAIRS) + eps)
-    first = first * scale * first_weight
-    second = second * scale * second_weight
+    first = _rounded(first * scale * first_weight, source, source, source)
+    second = _rounded(second * scale * second_weight, source, source, source)
     if ROPE != 0:
         first, second = first * cos1 - second * sin1, second * cos2 + first * sin2
     _store_pairs(target, first, second, PAIRS, BLOCK, HALF, ROPE)
@@ -281,7 +291,8 @@ def _gate_kernel(
     row, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head, dim = tl.arange(0, HEAD_BLOCK), tl.arange(0, DIM_BLOCK)
     at_logits = batch * logits_batch_stride + row * logits_row_stride
-    gates = 2.0 * tl.sigmoid(tl.load(logits + at_logits + head, mask=head < HEADS, other=0.0).to(tl.float32))
+    gates = tl.sigmoid(tl.load(logits + at_logits + head, mask=head < HEADS, other=0.0).to(tl.float32))
+    gates = 2.0 * _rounded(gates, logits, logits, logits)
     column = head[:, None] * HEAD_DIM + dim[None, :]
     mask = (head[:, None] < HEADS) & (dim[None, :] < HEAD_DIM)
     values = tl.load(x + batch * x_batch_stride + row * x_row_stride + column, mask=mask, other=0.0)

@@ -1,7 +1,7 @@
 """Triton kernels for a residual with the norm and modulation that follow it, of one or two tensors a launch.
 
-As in `fused_kernels`: a program takes one row or several in turn, sums and products are fp32. Imported only
-by `fused`, since it needs Triton.
+As in `fused_kernels`: a program takes one row or several in turn, and rounds wherever diffusers does.
+Imported only by `fused`, since it needs Triton.
 """
 
 # A kernel's body is Triton's language and no Python that a type checker could follow.
@@ -15,14 +15,36 @@ import triton
 import triton.language as tl
 from torch.library import wrap_triton
 
-from videoattn.processors.fused_kernels import _dense_rows, _next_power_of_2, _op, _rows, _strides, _warps
+from videoattn.processors.fused_kernels import (
+    _dense_rows,
+    _next_power_of_2,
+    _op,
+    _rounded,
+    _rows,
+    _strides,
+    _warps,
+)
 
 
 @triton.jit
 def _parameter(table, embedding, column, mask):
-    """A modulation parameter of every channel: the layer's own plus the timestep's, fp32."""
+    """A modulation parameter of every channel: the layer's own plus the timestep's."""
     own = tl.load(table + column, mask=mask, other=0.0).to(tl.float32)
-    return own + tl.load(embedding + column, mask=mask, other=0.0).to(tl.float32)
+    value = own + tl.load(embedding + column, mask=mask, other=0.0).to(tl.float32)
+    return _rounded(value, table, embedding, embedding)
+
+
+@triton.jit
+def _factor(table, embedding, column, mask):
+    """What a modulation multiplies every channel with: 1 plus a parameter."""
+    return _rounded(1.0 + _parameter(table, embedding, column, mask), table, embedding, embedding)
+
+
+@triton.jit
+def _product(values, factors, a, b, c):
+    """Rounded before anything is added to it: a plain product of two bf16 the compiler would turn into a bf16
+    instruction, and fuse that with the sum behind it. It does not see one in a multiply-add of fp32."""
+    return _rounded(tl.fma(values, factors, tl.zeros_like(values)), a, b, c)
 
 
 @triton.jit
@@ -74,16 +96,16 @@ def _residual_norm_rows(
     shift += batch * scale_batch_stride
     scale2 += batch * scale_batch_stride
     shift2 += batch * scale_batch_stride
-    gates, scales, shifts, scales2, shifts2, weights = 1.0, 0.0, 0.0, 0.0, 0.0, 1.0
+    gates, factors, shifts, factors2, shifts2, weights = 1.0, 1.0, 0.0, 1.0, 0.0, 1.0
     if GATED and not GATE_PER_ROW:
         gates = _parameter(gate_table, gate, column, mask)
     if AFFINE:
         weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     if MODULATIONS > 0 and not SCALE_PER_ROW:
-        scales = _parameter(scale_table, scale, column, mask)
+        factors = _factor(scale_table, scale, column, mask)
         shifts = _parameter(shift_table, shift, column, mask)
     if MODULATIONS > 1 and not SCALE_PER_ROW:
-        scales2 = _parameter(scale2_table, scale2, column, mask)
+        factors2 = _factor(scale2_table, scale2, column, mask)
         shifts2 = _parameter(shift2_table, shift2, column, mask)
     begin = program.to(tl.int64) * ROWS
     for number in range(0, tl.minimum(ROWS, length - begin)):
@@ -92,32 +114,38 @@ def _residual_norm_rows(
         values = tl.load(x + batch * x_batch_stride + row * x_row_stride + column, mask=mask, other=0.0)
         values = values.to(tl.float32)
         if BRANCH:
-            row_gates = gates
-            if GATE_PER_ROW:
-                row_gates = _parameter(gate_table, gate + row * gate_row_stride, column, mask)
             at_branch = batch * branch_batch_stride + row * branch_row_stride
             added = tl.load(branch + at_branch + column, mask=mask, other=0.0).to(tl.float32)
-            # The norm is of what the next residual starts from: the rounded sum.
-            rounded = (values + added * row_gates).to(x_out.dtype.element_ty)
-            tl.store(x_out + at, rounded, mask)
-            values = rounded.to(tl.float32)
+            if GATED:
+                row_gates = gates
+                if GATE_PER_ROW:
+                    row_gates = _parameter(gate_table, gate + row * gate_row_stride, column, mask)
+                added = _product(added, row_gates, branch, gate_table, gate)
+            values = _rounded(values + added, x_out, x_out, x_out)
+            tl.store(x_out + at, values.to(x_out.dtype.element_ty), mask)
         if NORM:
             mean = tl.sum(tl.where(mask, values * values, 0.0), axis=0) / CHANNELS
-            values = values * tl.rsqrt(mean + eps) * weights
-        if NORM or MODULATIONS > 0:
-            row_scales, row_shifts = scales, shifts
+            # To the weight's dtype before the product with it, as diffusers' RMSNorm does; without one, x is
+            # in its place.
+            values = _rounded(values * tl.rsqrt(mean + eps), weight, weight, weight)
+            if AFFINE:
+                values = _rounded(values * weights, weight, weight, weight)
+        if MODULATIONS > 0:
+            row_factors, row_shifts = factors, shifts
             if SCALE_PER_ROW:
-                row_scales = _parameter(scale_table, scale + row * scale_row_stride, column, mask)
+                row_factors = _factor(scale_table, scale + row * scale_row_stride, column, mask)
                 row_shifts = _parameter(shift_table, shift + row * scale_row_stride, column, mask)
-            result = values * (1.0 + row_scales) + row_shifts
+            result = _product(values, row_factors, weight, scale_table, scale) + row_shifts
             tl.store(out + at, result.to(out.dtype.element_ty), mask)
-            if MODULATIONS > 1:
-                row_scales, row_shifts = scales2, shifts2
-                if SCALE_PER_ROW:
-                    row_scales = _parameter(scale2_table, scale2 + row * scale_row_stride, column, mask)
-                    row_shifts = _parameter(shift2_table, shift2 + row * scale_row_stride, column, mask)
-                result = values * (1.0 + row_scales) + row_shifts
-                tl.store(out2 + at, result.to(out2.dtype.element_ty), mask)
+        elif NORM:
+            tl.store(out + at, values.to(out.dtype.element_ty), mask)
+        if MODULATIONS > 1:
+            row_factors, row_shifts = factors2, shifts2
+            if SCALE_PER_ROW:
+                row_factors = _factor(scale2_table, scale2 + row * scale_row_stride, column, mask)
+                row_shifts = _parameter(shift2_table, shift2 + row * scale_row_stride, column, mask)
+            result = _product(values, row_factors, weight, scale2_table, scale2) + row_shifts
+            tl.store(out2 + at, result.to(out2.dtype.element_ty), mask)
 
 
 @triton.jit
