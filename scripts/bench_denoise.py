@@ -4,7 +4,8 @@ An arm is a body with what is added to it: `stock`; `flash3` or `flash4`, stock 
 and the no-op text mask dropped; `call`, `attention` or `block`, ours at that level. `+compile` compiles the
 repeated blocks, `+compile-torch` gives the compiler torch operations in place of the fused kernels,
 `+graphs` replays forwards as CUDA graphs, `+overlap` runs the audio beside the video in them. In every round
-each arm runs some forwards back to back behind a warm-up; the table has medians over rounds. A clip of
+each arm runs some forwards back to back behind a warm-up; the table has medians over rounds, with the SM
+clock and the board's power meanwhile: a card at its power limit lowers the one to hold the other. A clip of
 LTX-2.3 is 8 forwards at half size and 3 at full size. The floor is attention at the best rate of any kernel
 here plus linear layers at the rate of a large matrix product.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -34,6 +36,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import bench_attention
 import denoise_models
 import denoise_profile
 
@@ -147,7 +150,15 @@ def forwards(transformer: Any, given: dict[str, Any], count: int) -> float:
     return (time.perf_counter() - began) / count
 
 
-def measure(arm: Arm, transformer: Any, given: dict[str, Any], count: int, cell: dict, profile: bool) -> None:
+def measure(
+    arm: Arm,
+    transformer: Any,
+    given: dict[str, Any],
+    count: int,
+    cell: dict,
+    profile: bool,
+    power: bench_attention.PowerLog | None = None,
+) -> None:
     """One round of one arm on one size, into its cell of the report."""
     cuda = transformer.device.type == "cuda"
     if cuda:
@@ -162,7 +173,12 @@ def measure(arm: Arm, transformer: Any, given: dict[str, Any], count: int, cell:
             forwards(transformer, given, 1)
         cell["warm_up_s"].append(time.perf_counter() - began)
         warm = regions.compiled_graphs()
+        began = time.monotonic()
         cell["forward_s"].append(forwards(transformer, given, count))
+        if power is not None:
+            for name, value in zip(("sm_mhz", "watts"), power.between(began, time.monotonic()), strict=True):
+                if not math.isnan(value):
+                    cell[name].append(value)
         cell["graphs_compiled"].append(warm - before)
         cell["recompiled_after_warm_up"] += regions.compiled_graphs() - warm
         if cuda:
@@ -176,6 +192,7 @@ def measure(arm: Arm, transformer: Any, given: dict[str, Any], count: int, cell:
 
 def new_cell() -> dict[str, Any]:
     lists = ("forward_s", "warm_up_s", "graphs_compiled", "peak_gib", "reserved_gib", "capture_s")
+    lists += ("sm_mhz", "watts")
     return {**{name: [] for name in lists}, "recompiled_after_warm_up": 0, "error": None}
 
 
@@ -194,6 +211,7 @@ def bench_size(
     options: argparse.Namespace,
     report: dict,
     budget: Budget,
+    power: bench_attention.PowerLog | None,
 ) -> None:
     """Every arm at one clip size and batch, as far as the budget goes."""
     block = report["sizes"].setdefault(f"{size} B={batch}", {})
@@ -215,7 +233,7 @@ def bench_size(
                     return
                 began = time.monotonic()
                 try:
-                    measure(Arm(name), transformer, given, options.forwards, cell, options.profile)
+                    measure(Arm(name), transformer, given, options.forwards, cell, options.profile, power)
                 except (KernelUnavailable, RuntimeError) as error:
                     # An arm that cannot run here is a row in the table; the others go on.
                     cell["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -231,7 +249,7 @@ def print_report(report: dict, model: denoise_models.Model, arms: list[str]) -> 
             print(f"  {stage}: {part['tokens']} tokens{_floor_text(part.get('floor'))}")
             print(
                 f"    {'arm':<28}{'s/forward':>10}{'rounds':>7}{'warm-up s':>10}{'graphs':>7}{'again':>6}"
-                f"{'peak GiB':>9}  attention/linear/element-wise/other/idle s"
+                f"{'peak GiB':>9}{'SM MHz':>7}{'W':>5}  attention/linear/element-wise/other/idle s"
             )
             for name in arms:
                 if name in part["arms"]:
@@ -292,8 +310,12 @@ def _row(name: str, cell: dict) -> str:
     return (
         f"{name:<28}{statistics.median(cell['forward_s']):>10.4f}{len(cell['forward_s']):>7}"
         f"{cell['warm_up_s'][0]:>10.1f}{max(cell['graphs_compiled']):>7}{cell['recompiled_after_warm_up']:>6}"
-        f"{peak}  {where}"
+        f"{peak}{_mean(cell['sm_mhz']):>7}{_mean(cell['watts']):>5}  {where}"
     )
+
+
+def _mean(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.0f}" if values else "–"
 
 
 def save(report: dict, path: Path | None) -> None:
@@ -354,13 +376,16 @@ def main(arguments: list[str]) -> int:
             return 2
         report |= {key: before[key] for key in ("sizes", "gemm") if key in before}
     model = denoise_models.MODELS[options.config]
+    power = bench_attention.PowerLog() if device.type == "cuda" else None
     print(f"{report['date']}  {name}  torch {report['torch']}  {options.config}, random weights")
     with torch.no_grad():
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         transformer = denoise_models.build(model, device, dtype)
         for size in options.sizes:
             for batch in options.batch:
-                bench_size(size, batch, transformer, model, options, report, budget)
+                bench_size(size, batch, transformer, model, options, report, budget, power)
+    if power is not None:
+        power.stop()
     print_report(report, model, options.arms)
     save(report, options.json)
     reached = Counter(

@@ -31,23 +31,32 @@ from videoattn.kernels import abi, accuracy, library, native
 Choice = bool | int | str
 
 
+# Configurations and their key tiles.
+TILES = {"D128N128": 128, "D64N112": 112, "D64N96": 96, "D64N128": 128, "D128Short": 128, "D64Short": 96}
+
+
 @dataclass(frozen=True)
 class Variant:
     """A configuration of `csrc/hopper/config.h` and what it chooses instead; `why` it may pay."""
 
-    config: str  # D128N128, D64N112, D64N96 or D64N128
+    config: str  # one of TILES
     choices: dict[str, Choice]
     why: str
 
     @property
     def tile(self) -> int:
         """Keys of a tile."""
-        return int(self.choices.get("kTileN", self.config.partition("N")[2]))
+        return int(self.choices.get("kTileN", TILES[self.config]))
+
+    @property
+    def head_dim(self) -> int:
+        return 128 if self.config.startswith("D128") else 64
 
     @property
     def kernel(self) -> str:
         """Its kernel's symbol without the element type."""
-        return f"videoattn_hopper_{self.config.partition('N')[0].lower()}_n{self.tile}"
+        name = "short" if self.config.endswith("Short") else f"n{self.tile}"
+        return f"videoattn_hopper_d{self.head_dim}_{name}"
 
     def write(self, folder: Path) -> Path:
         """A copy of csrc with these choices, under `folder`."""
@@ -57,7 +66,8 @@ class Variant:
         header.write_text(self.choose(header.read_text()))
         source = root / "hopper" / "attention.cu"
         name = "videoattn_hopper_" + self.config.lower().replace("n", "_n")
-        source.write_text(source.read_text().replace(name, self.kernel))
+        if not self.config.endswith("Short"):
+            source.write_text(source.read_text().replace(name, self.kernel))
         return root
 
     def choose(self, text: str) -> str:
@@ -84,14 +94,21 @@ def d64(why: str, **choices: Choice) -> Variant:
     return Variant("D64N112", choices, why)
 
 
+def d128short(why: str, **choices: Choice) -> Variant:
+    return Variant("D128Short", choices, why)
+
+
+def d64short(why: str, **choices: Choice) -> Variant:
+    return Variant("D64Short", choices, why)
+
+
 DIRECT: dict[str, Choice] = {"kOutput": "kRegisters"}
-THREE: dict[str, Choice] = {"kStages": 3, "kOutput": "kQueryBuffer"}
 N176: dict[str, Choice] = {"kTileN": 176, "kQInRegisters": False, **DIRECT}
 
 VARIANTS: dict[str, Variant] = {
     "d128_base": d128("the product"),
     "d128_early_turn": d128("the next consumer's first wgmma is queued before this one's last", kEarlyTurn=2),
-    "d128_stages3": d128("a third buffer hides L2 latency", **THREE),
+    "d128_stages3": d128("a third buffer hides L2 latency", kStages=3, **DIRECT),
     "d128_two_query_buffers": d128("short keys wait for queries", kQueryBuffers=2),
     "d128_direct": d128("no barriers and no staging at a tile's end", **DIRECT),
     "d128_cluster": d128("half the reads from L2: lost", **DIRECT, kCluster=2),
@@ -107,6 +124,25 @@ VARIANTS: dict[str, Variant] = {
     "d64_direct": d64("no barriers and no staging at a tile's end", **DIRECT),
     "d64_no_turns": d64("lost before late checks", kTurns=False),
     "d64_check_first": Variant("D64N128", {}, "maxima before exponentials, 128 keys: lost"),
+    "d128short_base": d128short("the product"),
+    "d128short_loads_all": d128short("every tile loads its keys", kResident=False),
+    "d128short_one_query_buffer": d128short("what the second is worth", kQueryBuffers=1),
+    "d128short_direct": d128short("no barriers and no staging at a tile's end", **DIRECT),
+    "d128short_no_turns": d128short("steps are few, tiles are short", kTurns=False),
+    "d128short_n64": d128short("half a tile less padding", kTileN=64, kStages=4),
+    "d64short_base": d64short("the product"),
+    "d64short_loads_all": d64short("every tile loads its keys", kResident=False),
+    "d64short_one_query_buffer": d64short("what the second is worth", kQueryBuffers=1),
+    "d64short_direct": d64short("no barriers and no staging at a tile's end", **DIRECT),
+    "d64short_no_turns": d64short("steps are few, tiles are short", kTurns=False),
+    "d64short_n64": d64short("less padding", kTileN=64, kStages=5),
+    "d64short_two_consumers": d64short(
+        "two blocks of 144 keys, queries in registers",
+        kConsumers=2,
+        kTileN=144,
+        kStages=2,
+        kQInRegisters=True,
+    ),
 }
 SHAPES = {
     "d128": [
@@ -116,20 +152,17 @@ SHAPES = {
         "text 28160x1024",
         "self 28160",
         "self 5525 ragged",
-        "text 12288x256",
-        "text 12288x128",
     ],
+    "d128short": ["text 12288x256", "text 12288x128"],
     "d64": [
         "D64 self 6144",
         "D64 self 14080",
-        "audio to video 12288x259",
         "video to audio 259x12288",
-        "audio self 259",
         "audio text 259x1024",
     ],
+    "d64short": ["audio to video 12288x259", "1,32,12288,126,64", "audio self 259"],
 }
 SUSTAINED = {"self 28160", "text 12288x1024", "D64 self 14080"}
-BY_NAME = {shape.name: shape for group in bench.GROUPS.values() for shape in group}
 
 
 # The other family's kernels would take most of a variant's compile time.
@@ -241,7 +274,7 @@ def main() -> int:
             arms = {name: arm(lib) for name, lib in built.items() if name.startswith(f"{family}_")}
             arms |= {name: bench.ARMS[name] for name in options.arms}
             for name in names:
-                report[name] = tune(BY_NAME[name], arms, options, power)
+                report[name] = tune(bench.BY_NAME.get(name) or bench.parse_shape(name), arms, options, power)
                 torch.cuda.empty_cache()
     power.stop()
     if options.json is not None:

@@ -17,9 +17,8 @@
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
 // In a cluster each CTA loads a slice of every K and V tile into both CTAs, so a buffer is free once the consumers of
 // both have arrived: k_empty and v_empty collect the arrivals of two CTAs, everything else stays inside one.
-// Where O is staged over Q, q_empty[g] has one arrival: by consumer g once the copy engine has read its O.
-// Named barriers: 1 + g: all 128 threads of consumer g; 4 + g: consumer g's turn to issue (its own 128 threads wait,
-// those of its predecessor arrive).
+// Named barriers: 1 + g: consumer g's turn to issue (its own 128 threads wait, those of its predecessor arrive).
+// The warps of a consumer meet only there: each takes its part of Q and stores its 16 rows of O by itself.
 
 #include <cuda.h>
 
@@ -47,7 +46,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         for (int group = 0; group < C::kConsumers; ++group) {
             for (int buffer = 0; buffer < C::kQueryBuffers; ++buffer) {
                 mbarrier_init(smem.q_full(group, buffer), 1);
-                mbarrier_init(smem.q_empty(group, buffer), C::kOutput == Output::kQueryBuffer ? 1 : 4);
+                mbarrier_init(smem.q_empty(group, buffer), 4);
             }
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
@@ -108,6 +107,10 @@ VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_bf16, D64N96, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_fp16, D64N96, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_short_bf16, D128Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_short_fp16, D128Short, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_short_bf16, D64Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_short_fp16, D64Short, __half)
 
 namespace videoattn {
 
@@ -117,6 +120,8 @@ KernelList hopper_kernels() {
         VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_fp16),
         VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
         VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_short_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_short_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_short_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d64_short_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }

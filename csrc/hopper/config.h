@@ -12,12 +12,12 @@
 namespace videoattn::hopper {
 
 constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup: the M of one wgmma
+constexpr int kWarpRows = 16;   // of one of its warps, which stores them by itself
 
 // Where a finished tile of O waits for its way to global memory.
 enum class Output {
-    kOwnBuffer,    // staged in shared memory of its own
-    kQueryBuffer,  // staged where the tile's Q lay; needs kQInRegisters
-    kRegisters,    // not staged: threads store 16-byte pieces
+    kOwnBuffer,  // staged in shared memory of its own
+    kRegisters,  // not staged: threads store 16-byte pieces
 };
 
 // What a configuration may choose; scripts/tune_hopper.py builds the kernel with other choices.
@@ -28,6 +28,9 @@ struct Choices {
     static constexpr int kCluster = 1;  // CTAs that share every K and V tile by multicast: 1 or 2
     static constexpr bool kQInRegisters = false;
     static constexpr int kQueryBuffers = 1;  // 2: the next tile's Q loads while this one's is waited for
+    // For launches whose keys fill at most kStages blocks: K and V of a head are loaded once for all neighbouring tiles
+    // of a CTA.
+    static constexpr bool kResident = false;
     static constexpr Output kOutput = Output::kOwnBuffer;
     // How many of a tile's 8-column blocks of scores take their exponentials on the FMA pipe.
     static constexpr int kSoftBlocks = 0;
@@ -58,6 +61,16 @@ struct D64N96Choices : D64N112Choices {
 struct D64N128Choices : Choices {
     static constexpr int kConsumers = 3;
     static constexpr int kSoftBlocks = 2;
+};
+
+struct D128ShortChoices : D128N128Choices {
+    static constexpr int kQueryBuffers = 2;
+    static constexpr bool kResident = true;
+};
+
+struct D64ShortChoices : D64N96Choices {
+    static constexpr int kQueryBuffers = 2;
+    static constexpr bool kResident = true;
 };
 
 // The choices and what follows from them.
@@ -91,8 +104,7 @@ struct Config : C {
     static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
     static_assert(C::kCluster == 1 || C::kCluster == 2);
     static_assert(kSliceBytes % 1024 == 0, "slices are whole swizzle atoms");
-    static_assert(C::kOutput != Output::kQueryBuffer || C::kQInRegisters, "Q is read until its tile's last step");
-    static_assert(C::kQueryBuffers == 1 || (C::kQInRegisters && C::kOutput != Output::kQueryBuffer));
+    static_assert(!C::kResident || C::kCluster == 1);
     static_assert(C::kSoftBlocks <= C::kTileN / 8 && C::kEarlyTurn <= C::kTileN / 16);
 };
 
@@ -100,6 +112,8 @@ using D128N128 = Config<128, D128N128Choices>;
 using D64N112 = Config<64, D64N112Choices>;
 using D64N96 = Config<64, D64N96Choices>;
 using D64N128 = Config<64, D64N128Choices>;
+using D128Short = Config<128, D128ShortChoices>;
+using D64Short = Config<64, D64ShortChoices>;
 
 // Up to this many keys the key tile is chosen to fit their number.
 constexpr int kShortKeys = 1024;
@@ -110,19 +124,39 @@ struct Strided {
     int64_t stride_batch, stride_seq, stride_head;
 };
 
+// A number known at launch, by which the kernel divides what is below 2^31: floor(n / d) = (n + floor(m n / 2^32)) / 2^s
+// (Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994, figure 4.1).
+struct Divisor {
+    int32_t value;
+    uint32_t multiplier;
+    int32_t shift;
+
+    Divisor() = default;
+    explicit Divisor(int64_t positive) : value(static_cast<int32_t>(positive)), shift(0) {
+        while (int64_t{1} << shift < positive) ++shift;
+        multiplier = static_cast<uint32_t>((((int64_t{1} << shift) - positive) << 32) / positive + 1);
+    }
+
+#ifdef __CUDACC__
+    __device__ __forceinline__ int32_t divide(uint32_t n) const {
+        return static_cast<int32_t>((static_cast<uint32_t>(uint64_t{n} * multiplier >> 32) + n) >> shift);
+    }
+#endif
+};
+
 // The kernel's last parameter.
 struct Args {
-    float* lse;
+    float* lse;  // (splits, batch, heads, q_len), or null
     const int32_t* kv_lengths;
     float* partial_out;  // where splits > 1: (splits, batch, heads, q_len, head_dim)
-    float* partial_lse;  // (splits, batch, heads, q_len)
     int32_t batch;
-    int32_t heads;
+    Divisor heads;
     int32_t q_len;
     int32_t kv_len;
-    int32_t q_tiles;  // of a head, a cluster's counted as one
-    int32_t splits;
+    Divisor q_tiles;  // of a head, a cluster's counted as one
+    Divisor splits;
     int32_t tiles;  // q_tiles * splits * heads * batch, in this order from the fastest
+    int32_t share, more;  // where keys stay: of a CTA's tiles, and how many CTAs have one more
     float scale_log2;  // softmax scale * log2(e)
     Strided q, k, out;  // for what TMA does not move
     uint64_t* profile;  // where events go in a build with VIDEOATTN_PROFILE

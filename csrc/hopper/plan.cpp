@@ -28,27 +28,29 @@ VideoattnTensorMap slice_map(const VideoattnCall& call, const VideoattnTensor& t
 template <typename Config>
 int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
     hopper::Args args{};
-    args.splits = call.workspace == nullptr ? 1 : splits<Config>(call);
-    if (args.splits > 1) {
+    args.lse = call.lse;
+    int parts = call.workspace == nullptr ? 1 : splits<Config>(call);
+    if (parts > 1) {
         args.partial_out = static_cast<float*>(call.workspace);
-        args.partial_lse = args.partial_out + workspace_of(call, args.splits).output_bytes / 4;
+        args.lse = args.partial_out + workspace_of(call, parts).output_bytes / 4;
     }
 #ifdef VIDEOATTN_PROFILE
-    args.splits = 1;
+    parts = 1;
     args.profile = static_cast<uint64_t*>(call.workspace);
 #endif
-    args.lse = call.lse;
     args.kv_lengths = call.kv_lengths;
     args.q = strided(call.q);
     args.k = strided(call.k);
     args.out = strided(call.out);
     args.batch = static_cast<int32_t>(call.batch);
-    args.heads = static_cast<int32_t>(call.heads);
+    args.heads = hopper::Divisor(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
-    args.q_tiles = static_cast<int32_t>(ceil_div(call.q_len, Config::kTileM * Config::kCluster));
+    const int64_t q_tiles = ceil_div(call.q_len, Config::kTileM * Config::kCluster);
+    args.q_tiles = hopper::Divisor(q_tiles);
+    args.splits = hopper::Divisor(parts);
     // The kernel counts tiles in 32 bits and steps past the last one by a grid.
-    const double tiles = static_cast<double>(args.q_tiles) * args.splits * call.heads * call.batch;
+    const double tiles = static_cast<double>(q_tiles) * parts * call.heads * call.batch;
     if (tiles > 2147000000.0 || call.grid > 65535)
         return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f query tiles are more than one launch can count", tiles);
     args.tiles = static_cast<int32_t>(tiles);
@@ -56,11 +58,17 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
 
     const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
     if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
-    snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d_%s", Config::kHeadDim, Config::kTileN,
-             call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
+    const char* type = call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16";
+    if (Config::kResident)
+        snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_short_%s", Config::kHeadDim, type);
+    else
+        snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d_%s", Config::kHeadDim, Config::kTileN,
+                 type);
     const int64_t clusters = wanted < Config::kCluster ? 1 : wanted / Config::kCluster;
     plan->grid[0] = static_cast<uint32_t>(Config::kCluster * (clusters < args.tiles ? clusters : args.tiles));
     plan->grid[1] = plan->grid[2] = 1;
+    args.share = args.tiles / static_cast<int32_t>(plan->grid[0]);
+    args.more = args.tiles % static_cast<int32_t>(plan->grid[0]);
     plan->block[0] = Config::kThreads;
     plan->block[1] = plan->block[2] = 1;
     plan->cluster[0] = Config::kCluster;
@@ -69,7 +77,7 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     add_map(plan, bshd_map(call, call.q, call.q_len, hopper::kGroupRows, kPromote128B));
     add_map(plan, slice_map<Config>(call, call.k));
     add_map(plan, slice_map<Config>(call, call.v));
-    add_map(plan, bshd_map(call, call.out, call.q_len, hopper::kGroupRows, kPromoteNone));
+    add_map(plan, bshd_map(call, call.out, call.q_len, hopper::kWarpRows, kPromoteNone));
     add_args(plan, args);
     return VIDEOATTN_OK;
 }
@@ -79,7 +87,9 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
 template <typename Use>
 int with_config(const VideoattnCall& call, const Use& use) {
     using namespace hopper;
-    if (call.head_dim == 128) return use(D128N128{});
+    const auto stays = [&](auto config) { return call.kv_len <= decltype(config)::kStages * decltype(config)::kTileN; };
+    if (call.head_dim == 128) return stays(D128Short{}) ? use(D128Short{}) : use(D128N128{});
+    if (stays(D64Short{})) return use(D64Short{});
     const auto cost = [&](auto config) {
         using Config = decltype(config);
         return ceil_div(call.kv_len, Config::kTileN) * Config::kTileN * (Config::kCheckLate ? 10 : 11);

@@ -83,8 +83,8 @@ struct Softmax {
         }
     }
 
-    // Begins a tile's rows: its first block's own maxima are the reference.
-    __device__ __forceinline__ void begin(const float (&s)[kColumns / 2]) {
+    // Begins a tile's rows: its first block's own maxima are the reference, and s becomes scale_log2 * s - shift, at most 0.
+    __device__ __forceinline__ void begin(float (&s)[kColumns / 2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             float a = fmaxf(s[2 * row], s[2 * row + 1]);
@@ -95,8 +95,17 @@ struct Softmax {
                 b = fmaxf(b, fmaxf(s[4 * block + 4 + 2 * row], s[4 * block + 4 + 2 * row + 1]));
             }
             const float top = quad_max(fmaxf(a, b));
-            shift[row] = top == -INFINITY ? 0.0f : top * scale_log2;
+            // Rounded up: of a large maximum half a unit in the last place is more than an exponent holds.
+            shift[row] = top == -INFINITY ? 0.0f : __fmul_ru(top, scale_log2);
             row_sum[row] = 0.0f;
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[4 * block + 2 * row + e];
+                    x = fmaf(x, scale_log2, -shift[row]);
+                }
+            }
         }
     }
 

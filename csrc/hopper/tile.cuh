@@ -17,14 +17,29 @@ struct Tile {
 
 // The CTAs of a cluster work on neighbouring query tiles of the same head, against the same keys: the place in the
 // cluster is the lowest digit of a tile's number, and all CTAs of a cluster count the others alike.
+//
+// A CTA's tiles are every grid's worth one, so that all CTAs work on the same heads at a time; where K and V stay, they
+// are neighbours.
 template <typename C>
-__device__ __forceinline__ int first_tile() {
-    return blockIdx.x / C::kCluster;
+__device__ __forceinline__ int first_tile(const Args& args, int cta = blockIdx.x) {
+    return C::kResident ? cta * args.share + min(cta, args.more) : cta / C::kCluster;
+}
+
+// One past the last.
+template <typename C>
+__device__ __forceinline__ int end_tile(const Args& args) {
+    return C::kResident ? first_tile<C>(args, blockIdx.x + 1) : args.tiles;
 }
 
 template <typename C>
 __device__ __forceinline__ int tile_step() {
-    return gridDim.x / C::kCluster;
+    return C::kResident ? 1 : gridDim.x / C::kCluster;
+}
+
+// Whether tile `index` finds in shared memory what tile `before` of this CTA used.
+template <typename C>
+__device__ __forceinline__ bool same_keys(const Args& args, int before, int index) {
+    return C::kResident && args.q_tiles.divide(before) == args.q_tiles.divide(index);
 }
 
 template <typename C>
@@ -35,24 +50,25 @@ __device__ __forceinline__ int rank_in_cluster() {
 template <typename C>
 __device__ __forceinline__ Tile locate(const Args& args, int index) {
     Tile tile;
-    int rest = index / args.q_tiles;
-    tile.row = ((index - rest * args.q_tiles) * C::kCluster + rank_in_cluster<C>()) * C::kTileM;
+    int rest = args.q_tiles.divide(index);
+    tile.row = ((index - rest * args.q_tiles.value) * C::kCluster + rank_in_cluster<C>()) * C::kTileM;
     tile.split = rest;
-    if (args.splits > 1) {
-        rest /= args.splits;
-        tile.split -= rest * args.splits;
+    if (args.splits.value > 1) {
+        rest = args.splits.divide(rest);
+        tile.split -= rest * args.splits.value;
     } else {
         tile.split = 0;
     }
-    tile.batch = rest / args.heads;
-    tile.head = rest - tile.batch * args.heads;
+    tile.batch = args.heads.divide(rest);
+    tile.head = rest - tile.batch * args.heads.value;
     int length = args.kv_len;
     if (args.kv_lengths != nullptr) length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
     const int blocks = (length + C::kTileN - 1) / C::kTileN;
     tile.first_block = 0;
     tile.blocks = blocks;
-    if (args.splits > 1) {
-        const auto first = [&](int split) { return static_cast<int>(static_cast<int64_t>(blocks) * split / args.splits); };
+    if (args.splits.value > 1) {
+        // At most kMaxSplits x 2^31 / kTileN, below 2^31.
+        const auto first = [&](int split) { return args.splits.divide(blocks * split); };
         tile.first_block = first(tile.split);
         tile.blocks = first(tile.split + 1) - tile.first_block;
     }
