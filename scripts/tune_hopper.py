@@ -32,7 +32,9 @@ Choice = bool | int | str
 
 
 # Configurations and their key tiles.
-TILES = {"D128N128": 128, "D64N112": 112, "D64N96": 96, "D64N128": 128, "D128Short": 128, "D64Short": 96}
+TILES = {
+    "D128N128": 128, "D128N128Short": 128, "D64N112": 112, "D64N96": 96, "D64N96Short": 96, "D64N64Short": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,7 @@ class Variant:
     @property
     def kernel(self) -> str:
         """Its kernel's symbol without the element type."""
-        name = "short" if self.config.endswith("Short") else f"n{self.tile}"
-        return f"videoattn_hopper_d{self.head_dim}_{name}"
+        return _kernel(self.head_dim, self.tile, self.config)
 
     def write(self, folder: Path) -> Path:
         """A copy of csrc with these choices, under `folder`."""
@@ -65,9 +66,8 @@ class Variant:
         header = root / "hopper" / "config.h"
         header.write_text(self.choose(header.read_text()))
         source = root / "hopper" / "attention.cu"
-        name = "videoattn_hopper_" + self.config.lower().replace("n", "_n")
-        if not self.config.endswith("Short"):
-            source.write_text(source.read_text().replace(name, self.kernel))
+        name = _kernel(self.head_dim, TILES[self.config], self.config)
+        source.write_text(re.sub(rf"\b{name}_(?=bf16|fp16)", f"{self.kernel}_", source.read_text()))
         return root
 
     def choose(self, text: str) -> str:
@@ -86,6 +86,10 @@ class Variant:
         return text[: found.start(1)] + "\n".join(lines) + "\n" + text[found.end(1) :]
 
 
+def _kernel(head_dim: int, tile: int, config: str) -> str:
+    return f"videoattn_hopper_d{head_dim}_n{tile}" + ("_short" if config.endswith("Short") else "")
+
+
 def d128(why: str, **choices: Choice) -> Variant:
     return Variant("D128N128", choices, why)
 
@@ -95,11 +99,11 @@ def d64(why: str, **choices: Choice) -> Variant:
 
 
 def d128short(why: str, **choices: Choice) -> Variant:
-    return Variant("D128Short", choices, why)
+    return Variant("D128N128Short", choices, why)
 
 
 def d64short(why: str, **choices: Choice) -> Variant:
-    return Variant("D64Short", choices, why)
+    return Variant("D64N96Short", choices, why)
 
 
 DIRECT: dict[str, Choice] = {"kOutput": "kRegisters"}

@@ -33,10 +33,15 @@ template <typename C, typename Element>
 __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
                                           const CUtensorMap& o_map, const Args& args) {
     extern __shared__ __align__(1024) uint8_t raw_smem[];
-    const Shared<C> smem{smem_address(raw_smem)};
+    uint32_t base = smem_address(raw_smem);
+    // Or the compiler computes it anew, from a special register, at every step.
+    asm volatile("" : "+r"(base));
+    const Shared<C> smem{base};
     // The swizzle is a function of the address. Rounding up here would cost the hot loop its uniform registers.
     if (smem.base % 1024 != 0) __trap();
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    // The first costs a register less, which one kernel needs. A descriptor of Q in shared memory must be uniform.
+    const int warpgroup =
+        C::kQInRegisters && !C::kResident ? threadIdx.x / 128 : __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&q_map);
@@ -101,27 +106,27 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
 
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_bf16, D128N128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_fp16, D128N128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_short_bf16, D128N128Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_short_fp16, D128N128Short, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n112_bf16, D64N112, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n112_fp16, D64N112, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_bf16, D64N96, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_fp16, D64N96, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_short_bf16, D128Short, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_short_fp16, D128Short, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_short_bf16, D64Short, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_short_fp16, D64Short, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_short_bf16, D64N96Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_short_fp16, D64N96Short, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n64_short_bf16, D64N64Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n64_short_fp16, D64N64Short, __half)
 
 namespace videoattn {
 
 KernelList hopper_kernels() {
     static const Kernel kernels[] = {
-        VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d128_short_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_short_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_short_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d64_short_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16),       VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_short_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_short_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_bf16),        VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),         VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_short_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_short_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n64_short_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n64_short_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }

@@ -58,19 +58,19 @@ struct D64N96Choices : D64N112Choices {
     static constexpr int kStages = 3;
 };
 
-struct D64N128Choices : Choices {
-    static constexpr int kConsumers = 3;
-    static constexpr int kSoftBlocks = 2;
-};
-
-struct D128ShortChoices : D128N128Choices {
+struct D128N128ShortChoices : D128N128Choices {
     static constexpr int kQueryBuffers = 2;
     static constexpr bool kResident = true;
 };
 
-struct D64ShortChoices : D64N96Choices {
+struct D64N96ShortChoices : D64N96Choices {
     static constexpr int kQueryBuffers = 2;
     static constexpr bool kResident = true;
+};
+
+struct D64N64ShortChoices : D64N96ShortChoices {
+    static constexpr int kTileN = 64;
+    static constexpr int kStages = 5;
 };
 
 // The choices and what follows from them.
@@ -111,9 +111,9 @@ struct Config : C {
 using D128N128 = Config<128, D128N128Choices>;
 using D64N112 = Config<64, D64N112Choices>;
 using D64N96 = Config<64, D64N96Choices>;
-using D64N128 = Config<64, D64N128Choices>;
-using D128Short = Config<128, D128ShortChoices>;
-using D64Short = Config<64, D64ShortChoices>;
+using D128N128Short = Config<128, D128N128ShortChoices>;
+using D64N96Short = Config<64, D64N96ShortChoices>;
+using D64N64Short = Config<64, D64N64ShortChoices>;
 
 // Up to this many keys the key tile is chosen to fit their number.
 constexpr int kShortKeys = 1024;

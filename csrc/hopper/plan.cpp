@@ -58,12 +58,8 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
 
     const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
     if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
-    const char* type = call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16";
-    if (Config::kResident)
-        snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_short_%s", Config::kHeadDim, type);
-    else
-        snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d_%s", Config::kHeadDim, Config::kTileN,
-                 type);
+    snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d%s_%s", Config::kHeadDim, Config::kTileN,
+             Config::kResident ? "_short" : "", call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
     const int64_t clusters = wanted < Config::kCluster ? 1 : wanted / Config::kCluster;
     plan->grid[0] = static_cast<uint32_t>(Config::kCluster * (clusters < args.tiles ? clusters : args.tiles));
     plan->grid[1] = plan->grid[2] = 1;
@@ -82,22 +78,30 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     return VIDEOATTN_OK;
 }
 
-// Calls `use` with the configuration for the call: at head dim 64 the key tile that takes least time. A tile's keys
-// cost a tenth more where row maxima come before exponentials.
+// Keys as a configuration computes them, whole tiles.
+template <typename Config>
+int64_t padded(const VideoattnCall& call) {
+    return ceil_div(call.kv_len, Config::kTileN) * Config::kTileN;
+}
+
+// Whether the keys stay in shared memory.
+template <typename Config>
+bool stay(const VideoattnCall& call) {
+    return call.kv_len <= Config::kStages * Config::kTileN;
+}
+
+// Calls `use` with the configuration for the call: at head dim 64 the key tile that takes least time, the wider of two
+// where padding comes out the same.
 template <typename Use>
 int with_config(const VideoattnCall& call, const Use& use) {
     using namespace hopper;
-    const auto stays = [&](auto config) { return call.kv_len <= decltype(config)::kStages * decltype(config)::kTileN; };
-    if (call.head_dim == 128) return stays(D128Short{}) ? use(D128Short{}) : use(D128N128{});
-    if (stays(D64Short{})) return use(D64Short{});
-    const auto cost = [&](auto config) {
-        using Config = decltype(config);
-        return ceil_div(call.kv_len, Config::kTileN) * Config::kTileN * (Config::kCheckLate ? 10 : 11);
-    };
+    if (call.head_dim == 128) return stay<D128N128Short>(call) ? use(D128N128Short{}) : use(D128N128{});
+    if (stay<D64N96Short>(call)) {
+        const bool narrow = padded<D64N64Short>(call) < padded<D64N96Short>(call);
+        return narrow ? use(D64N64Short{}) : use(D64N96Short{});
+    }
     if (call.kv_len > kShortKeys) return use(D64N112{});
-    const int64_t narrow = cost(D64N96{}), middle = cost(D64N112{}), wide = cost(D64N128{});
-    if (wide < narrow && wide < middle) return use(D64N128{});
-    return narrow < middle ? use(D64N96{}) : use(D64N112{});
+    return padded<D64N96>(call) < padded<D64N112>(call) ? use(D64N96{}) : use(D64N112{});
 }
 
 }  // namespace
