@@ -3,7 +3,6 @@
 Prints TFLOP/s of every variant and rival on every shape, launches interleaved as in bench_attention.py, and
 for some shapes the rate and clock of back-to-back launches.
 
-    python scripts/tune_hopper.py --variants d128_base d128_queries_in_smem --sustained 1
 """
 
 from __future__ import annotations
@@ -28,12 +27,17 @@ import bench_attention as bench
 
 from videoattn.kernels import abi, accuracy, library, native
 
-Choice = bool | int | str
+Choice = bool | int
 
 
 # Configurations and their key tiles.
 TILES = {
-    "D128N128": 128, "D128N128Short": 128, "D64N112": 112, "D64N96": 96, "D64N96Short": 96, "D64N64Short": 64,
+    "D128N128": 128,
+    "D128N128Short": 128,
+    "D64N112": 112,
+    "D64N96": 96,
+    "D64N96Short": 96,
+    "D64N64Short": 64,
 }
 
 
@@ -81,8 +85,7 @@ class Variant:
             if kind is None:
                 raise SystemExit(f"config.h offers no choice {name}")
             lines = [line for line in lines if f" {name} =" not in line]
-            word = f"Output::{value}" if kind[1] == "Output" else str(value).lower()
-            lines.append(f"    static constexpr {kind[1]} {name} = {word};")
+            lines.append(f"    static constexpr {kind[1]} {name} = {str(value).lower()};")
         return text[: found.start(1)] + "\n".join(lines) + "\n" + text[found.end(1) :]
 
 
@@ -106,42 +109,24 @@ def d64short(why: str, **choices: Choice) -> Variant:
     return Variant("D64N96Short", choices, why)
 
 
-DIRECT: dict[str, Choice] = {"kOutput": "kRegisters"}
-N176: dict[str, Choice] = {"kTileN": 176, "kQInRegisters": False, **DIRECT}
-
 VARIANTS: dict[str, Variant] = {
     "d128_base": d128("the product"),
-    "d128_early_turn": d128("the next consumer's first wgmma is queued before this one's last", kEarlyTurn=2),
-    "d128_stages3": d128("a third buffer hides L2 latency", kStages=3, **DIRECT),
-    "d128_two_query_buffers": d128("short keys wait for queries", kQueryBuffers=2),
-    "d128_direct": d128("no barriers and no staging at a tile's end", **DIRECT),
-    "d128_cluster": d128("half the reads from L2: lost", **DIRECT, kCluster=2),
-    "d128_n176": d128("fewer turns, waits and rescalings a FLOP: lost", **N176),
-    "d128_check_first": d128("maxima before exponentials: lost", kCheckLate=False),
-    "d128_queries_in_smem": d128("lost before late checks", kQInRegisters=False),
-    "d128_no_turns": d128("lost before late checks", kTurns=False),
+    "d128_two_query_buffers": d128("the next tile's queries come earlier: no gain", kQueryBuffers=2),
+    "d128_queries_in_smem": d128("lost", kQInRegisters=False),
+    "d128_no_turns": d128("lost", kTurns=False),
     "d64_base": d64("the product"),
-    "d64_early_turn": d64("as for d128", kEarlyTurn=2),
-    "d64_soft1": d64("a fourteenth of the exponentials in software: lost", kSoftBlocks=1),
-    "d64_stages4": d64("two more buffers hide L2 latency", kStages=4),
-    "d64_n80_queries": d64("queries in registers, room for 80 keys", kTileN=80, kQInRegisters=True),
-    "d64_direct": d64("no barriers and no staging at a tile's end", **DIRECT),
-    "d64_no_turns": d64("lost before late checks", kTurns=False),
-    "d64_check_first": Variant("D64N128", {}, "maxima before exponentials, 128 keys: lost"),
+    "d64_stages4": d64("two more buffers hide L2 latency: the same", kStages=4),
+    "d64_n80_queries": d64("queries in registers, room for 80 keys: lost", kTileN=80, kQInRegisters=True),
+    "d64_no_turns": d64("lost", kTurns=False),
     "d128short_base": d128short("the product"),
-    "d128short_loads_all": d128short("every tile loads its keys", kResident=False),
     "d128short_one_query_buffer": d128short("what the second is worth", kQueryBuffers=1),
-    "d128short_direct": d128short("no barriers and no staging at a tile's end", **DIRECT),
     "d128short_no_turns": d128short("steps are few, tiles are short", kTurns=False),
     "d128short_n64": d128short("half a tile less padding", kTileN=64, kStages=4),
     "d64short_base": d64short("the product"),
-    "d64short_loads_all": d64short("every tile loads its keys", kResident=False),
     "d64short_one_query_buffer": d64short("what the second is worth", kQueryBuffers=1),
-    "d64short_direct": d64short("no barriers and no staging at a tile's end", **DIRECT),
     "d64short_no_turns": d64short("steps are few, tiles are short", kTurns=False),
-    "d64short_n64": d64short("less padding", kTileN=64, kStages=5),
     "d64short_two_consumers": d64short(
-        "two blocks of 144 keys, queries in registers",
+        "two blocks of 144 keys, queries in registers: lost but for few queries",
         kConsumers=2,
         kTileN=144,
         kStages=2,
@@ -164,7 +149,7 @@ SHAPES = {
         "video to audio 259x12288",
         "audio text 259x1024",
     ],
-    "d64short": ["audio to video 12288x259", "1,32,12288,126,64", "audio self 259"],
+    "d64short": ["audio to video 12288x259", "1,32,12288,240,64", "1,32,12288,126,64", "audio self 259"],
 }
 SUSTAINED = {"self 28160", "text 12288x1024", "D64 self 14080"}
 
@@ -276,6 +261,8 @@ def main() -> int:
     with torch.no_grad():
         for family, names in SHAPES.items():
             arms = {name: arm(lib) for name, lib in built.items() if name.startswith(f"{family}_")}
+            if not arms:
+                continue
             arms |= {name: bench.ARMS[name] for name in options.arms}
             for name in names:
                 report[name] = tune(bench.BY_NAME.get(name) or bench.parse_shape(name), arms, options, power)

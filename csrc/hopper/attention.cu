@@ -15,8 +15,8 @@
 // of each warp of consumer g);
 // k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
-// In a cluster each CTA loads a slice of every K and V tile into both CTAs, so a buffer is free once the consumers of
-// both have arrived: k_empty and v_empty collect the arrivals of two CTAs, everything else stays inside one.
+// In the kernels for short keys K and V of a head stay for all its tiles: k_empty and v_empty are arrived at when the
+// head changes.
 // Named barriers: 1 + g: consumer g's turn to issue (its own 128 threads wait, those of its predecessor arrive).
 // The warps of a consumer meet only there: each takes its part of Q and stores its 16 rows of O by itself.
 
@@ -56,19 +56,15 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(smem.k_full(stage), 1);
-            mbarrier_init(smem.k_empty(stage), C::kCluster * 4 * C::kConsumers);
+            mbarrier_init(smem.k_empty(stage), 4 * C::kConsumers);
             mbarrier_init(smem.v_full(stage), 1);
-            mbarrier_init(smem.v_empty(stage),
-                          C::kCluster * (4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0)));
+            mbarrier_init(smem.v_empty(stage), 4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0));
             mbarrier_init(smem.v_clean(stage), 1);
         }
         fence_mbarrier_init();
         fence_proxy_async_smem();
     }
-    if constexpr (C::kCluster > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    __syncthreads();
 
     if (warpgroup == 0) {
         setmaxnreg_dec<C::kProducerRegisters>();
@@ -85,11 +81,6 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         consumer.run();
         // The turn that nobody takes any more, so that no named barrier is left half arrived.
         if (consumer.group == 0) consumer.take_turn();
-    }
-    // Nobody may leave while the other CTA still writes into its shared memory or arrives at its barriers.
-    if constexpr (C::kCluster > 1) {
-        __syncwarp();
-        cluster_sync();
     }
 }
 

@@ -14,43 +14,27 @@ namespace videoattn::hopper {
 constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup: the M of one wgmma
 constexpr int kWarpRows = 16;   // of one of its warps, which stores them by itself
 
-// Where a finished tile of O waits for its way to global memory.
-enum class Output {
-    kOwnBuffer,  // staged in shared memory of its own
-    kRegisters,  // not staged: threads store 16-byte pieces
-};
-
 // What a configuration may choose; scripts/tune_hopper.py builds the kernel with other choices.
 struct Choices {
     static constexpr int kConsumers = 2;  // consumer warpgroups
     static constexpr int kTileN = 128;
     static constexpr int kStages = 2;
-    static constexpr int kCluster = 1;  // CTAs that share every K and V tile by multicast: 1 or 2
     static constexpr bool kQInRegisters = false;
     static constexpr int kQueryBuffers = 1;  // 2: the next tile's Q loads while this one's is waited for
     // For launches whose keys fill at most kStages blocks: K and V of a head are loaded once for all neighbouring tiles
     // of a CTA.
     static constexpr bool kResident = false;
-    static constexpr Output kOutput = Output::kOwnBuffer;
-    // How many of a tile's 8-column blocks of scores take their exponentials on the FMA pipe.
-    static constexpr int kSoftBlocks = 0;
-    // Whether exponentials are taken before their row maximum is known, and taken back where one was too large.
-    static constexpr bool kCheckLate = false;
-    // Whether consumers take turns at issuing; the turn passes when all but kEarlyTurn steps of the P V are issued.
-    static constexpr bool kTurns = true;
-    static constexpr int kEarlyTurn = 0;
+    static constexpr bool kTurns = true;  // whether consumers take turns at issuing
 };
 
 struct D128N128Choices : Choices {
     static constexpr bool kQInRegisters = true;
-    static constexpr bool kCheckLate = true;
 };
 
-// 128 keys and late checks need more than the 160 registers of three consumers.
+// 128 keys need more than the 160 registers of three consumers.
 struct D64N112Choices : Choices {
     static constexpr int kConsumers = 3;
     static constexpr int kTileN = 112;
-    static constexpr bool kCheckLate = true;
 };
 
 struct D64N96Choices : D64N112Choices {
@@ -79,33 +63,22 @@ struct Config : C {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kTileM = C::kConsumers * kGroupRows;
     static constexpr int kThreads = 128 * (C::kConsumers + 1);
-    // setmaxnreg pools: launch-time registers x threads cover producer + consumers. A producer that multicasts does
-    // not fit in 24.
-    static constexpr int kProducerRegisters = C::kConsumers > 2 ? 32 : C::kCluster > 1 ? 40 : 24;
-    static constexpr int kConsumerRegisters = C::kConsumers > 2 ? 160 : C::kCluster > 1 ? 232 : 240;
+    // setmaxnreg pools: launch-time registers x threads cover producer + consumers.
+    static constexpr int kProducerRegisters = C::kConsumers > 2 ? 32 : 24;
+    static constexpr int kConsumerRegisters = C::kConsumers > 2 ? 160 : 240;
 
     static constexpr int kGroupBytes = kGroupRows * kHeadDim * 2;  // a warpgroup's Q, or its O
     static constexpr int kKvBytes = C::kTileN * kHeadDim * 2;
-    // A CTA of a cluster loads a slice of each K and V tile: 64 columns of all rows, or all columns of some rows.
-    static constexpr int kSliceRows = kHeadDim == 128 ? C::kTileN : C::kTileN / C::kCluster;
-    static constexpr int kSliceColumns = C::kCluster == 1 ? kHeadDim : 64;
-    static constexpr int kSliceBytes = kKvBytes / C::kCluster;
 
     static constexpr int kQOffset = 0;
-    static constexpr int kOOffset =
-        C::kOutput == Output::kOwnBuffer ? C::kQueryBuffers * C::kConsumers * kGroupBytes : 0;
-    static constexpr int kKOffset =
-        (C::kQueryBuffers + (C::kOutput == Output::kOwnBuffer ? 1 : 0)) * C::kConsumers * kGroupBytes;
+    static constexpr int kOOffset = C::kQueryBuffers * C::kConsumers * kGroupBytes;
+    static constexpr int kKOffset = kOOffset + C::kConsumers * kGroupBytes;
     static constexpr int kVOffset = kKOffset + C::kStages * kKvBytes;
     static constexpr int kBarrierOffset = kVOffset + C::kStages * kKvBytes;
     static constexpr int kBarriers = 2 * C::kConsumers * C::kQueryBuffers + 5 * C::kStages;
     static constexpr int kSmemBytes = kBarrierOffset + 8 * kBarriers;
     static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
     static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
-    static_assert(C::kCluster == 1 || C::kCluster == 2);
-    static_assert(kSliceBytes % 1024 == 0, "slices are whole swizzle atoms");
-    static_assert(!C::kResident || C::kCluster == 1);
-    static_assert(C::kSoftBlocks <= C::kTileN / 8 && C::kEarlyTurn <= C::kTileN / 16);
 };
 
 using D128N128 = Config<128, D128N128Choices>;
@@ -153,7 +126,7 @@ struct Args {
     Divisor heads;
     int32_t q_len;
     int32_t kv_len;
-    Divisor q_tiles;  // of a head, a cluster's counted as one
+    Divisor q_tiles;  // of a head
     Divisor splits;
     int32_t tiles;  // q_tiles * splits * heads * batch, in this order from the fastest
     int32_t share, more;  // where keys stay: of a CTA's tiles, and how many CTAs have one more

@@ -1,7 +1,4 @@
 // A consumer warpgroup: 64 query rows of every tile its CTA works on. The time-line is in attention.cu.
-//
-// The kernels that ship have one CTA (kCluster 1), one query buffer, O in a buffer of its own, and turns without
-// kEarlyTurn: read those branches first. The rest is what scripts/tune_hopper.py builds.
 #pragma once
 
 #include "output.cuh"
@@ -26,7 +23,7 @@ struct Consumer {
     static constexpr int kQSteps = C::kHeadDim / 16;
     static constexpr int kPSteps = C::kTileN / 16;
     static constexpr uint32_t kAccumulate = 1u << 30, kClear = 1u << 31;
-    using Scores = Softmax<C::kTileN, C::kSoftBlocks>;
+    using Scores = Softmax<C::kTileN>;
 
     const Shared<C>& smem;
     const CUtensorMap& o_map;
@@ -111,11 +108,10 @@ struct Consumer {
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kPSteps; ++step) {
-            if (kPass && C::kEarlyTurn > 0 && step == kPSteps - C::kEarlyTurn) pass_turn();
             Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 ? 1 : state & kAccumulate);
         }
         wgmma_commit();
-        if (kPass && C::kEarlyTurn == 0) pass_turn();
+        if (kPass) pass_turn();
     }
 
     static __device__ __forceinline__ int stage(uint32_t step) { return step % C::kStages; }
@@ -179,27 +175,16 @@ struct Consumer {
                 recorder.enter(Phase::kScores);
                 wgmma_wait<1>();
                 pin(s);
-                if constexpr (!C::kResident) release_shared<C>(smem.k_empty(stage(step)));
+                if constexpr (!C::kResident) release(smem.k_empty(stage(step)));
                 release_queries(--left);
                 recorder.enter(Phase::kSoftmax);
-                if constexpr (C::kCheckLate) {
-                    fits = softmax.exponentiate_unchecked(s, block_sum);
-                    pin(s);
-                    if (!fits) break;
-                    softmax.add(block_sum);
-                } else {
-                    const bool moves = softmax.subtract(s, factor);
-                    softmax.exponentiate(s);
-                    pin(s);
-                    if (moves) {
-                        wgmma_wait<0>();
-                        pin(o);
-                        rescale(o, factor);
-                    }
-                }
+                fits = softmax.exponentiate_unchecked(s, block_sum);
+                pin(s);
+                if (!fits) break;
+                softmax.add(block_sum);
                 finish_output(s, o, p);
             }
-            if (C::kCheckLate && !fits) {
+            if (!fits) {
                 fits = true;
                 fit(s, o, softmax, block_sum, index, left);
                 continue;
@@ -236,13 +221,13 @@ struct Consumer {
         wgmma_wait<0>();
         pin(o);
         store(index, o, factor);
-        if (C::kOutput == Output::kOwnBuffer && threadIdx.x % 32 == 0) bulk_wait_group();
+        if (threadIdx.x % 32 == 0) bulk_wait_group();
         recorder.enter(Phase::kEnd);
     }
 
     // The exponentials of a tile's first block.
     __device__ __forceinline__ void open_rows(float (&s)[kScores], Scores& softmax, int& left, int tail) {
-        if constexpr (!C::kResident) release_shared<C>(smem.k_empty(stage(step)));
+        if constexpr (!C::kResident) release(smem.k_empty(stage(step)));
         release_queries(--left);
         recorder.enter(Phase::kSoftmax);
         if (tail < C::kTileN) Scores::mask(s, tail);
@@ -261,7 +246,7 @@ struct Consumer {
             softmax.add(block_sum);
         } else {
             scores_again(s, index, block);
-            softmax.template subtract<true>(s, factor);
+            softmax.raise(s, factor);
             softmax.exponentiate(s);
         }
         pin(s);
@@ -308,7 +293,7 @@ struct Consumer {
         wgmma_wait<0>();
         pin(s);
         pin(o);
-        if (!C::kResident && step > 0) release_shared<C>(smem.v_empty(stage(step - 1)));
+        if (!C::kResident && step > 0) release(smem.v_empty(stage(step - 1)));
         recorder.enter(Phase::kPack);
         if constexpr (C::kResident) kept_values = step;
         ++step;
@@ -332,13 +317,13 @@ struct Consumer {
             step -= blocks;
             return;
         }
-        for (uint32_t block = step - blocks; block < step; ++block) release_shared<C>(smem.k_empty(stage(block)));
+        for (uint32_t block = step - blocks; block < step; ++block) release(smem.k_empty(stage(block)));
     }
 
     // After the last P V of a tile whose keys went, and the first scores of the next.
     __device__ __forceinline__ void release_values(int index) {
         const uint32_t blocks = locate<C>(args, index).blocks;
-        for (uint32_t back = 2; back < 2 + blocks; ++back) release_shared<C>(smem.v_empty(stage(step - back)));
+        for (uint32_t back = 2; back < 2 + blocks; ++back) release(smem.v_empty(stage(step - back)));
     }
 
     __device__ __forceinline__ void start(int index, int& left, int& tail, bool keep) {
@@ -372,8 +357,6 @@ struct Consumer {
         const Rows<C, Element> rows{args, tile, group};
         if (args.splits.value > 1) {
             rows.write_partial(o, inverse);
-        } else if constexpr (C::kOutput == Output::kRegisters) {
-            rows.write(o, inverse);
         } else {
             // The copy engine may still read the tile before.
             if (threadIdx.x % 32 == 0) bulk_wait_group_read();

@@ -1,4 +1,4 @@
-// From accumulators to global memory: staged through shared memory and TMA, or straight from registers.
+// From accumulators to global memory: O through shared memory and TMA, LSE and partial sums straight.
 #pragma once
 
 #include "tile.cuh"
@@ -12,23 +12,6 @@ __device__ __forceinline__ uint32_t fragment_address(uint32_t tile, int row, int
     row += lane % 16;
     const int piece = 2 * (step % 4) + lane / 16;
     return tile + (step / 4) * (kRows * 128) + row * 128 + ((piece ^ (row & 7)) << 4);
-}
-
-// Lane c of a quad gives word j of column j and gets word c of every lane: a 4 x 4 transposition.
-__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) {
-    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? w[j] : w[j + 1], 1);
-        w[j] = odd ? got : w[j];
-        w[j + 1] = odd ? w[j + 1] : got;
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? w[j] : w[j + 2], 2);
-        w[j] = high ? got : w[j];
-        w[j + 2] = high ? w[j + 2] : got;
-    }
 }
 
 // The thread's number. What is computed from it is computed anew: the compiler would keep it from one tile to the next, in
@@ -76,26 +59,6 @@ struct Rows {
             for (int block = 0; block < C::kHeadDim / 8; ++block)
                 *reinterpret_cast<float2*>(target + 8 * block) =
                     make_float2(o[4 * block + 2 * row] * inverse[row], o[4 * block + 2 * row + 1] * inverse[row]);
-        }
-    }
-
-    // Without shared memory: a quad holds a row's 8-column blocks by pairs of columns, and stores whole blocks.
-    __device__ __forceinline__ void write(const float (&o)[kOutputs], const float (&inverse)[2]) const {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const int query = position(row);
-            const bool valid = query < args.q_len;
-            Element* target = at<Element>(args.out, tile, valid ? query : 0) + 8 * (threadIdx.x % 4);
-#pragma unroll
-            for (int block = 0; block < C::kHeadDim / 8; block += 4) {
-                uint32_t w[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    w[j] = pack<Element>(o[4 * (block + j) + 2 * row] * inverse[row],
-                                         o[4 * (block + j) + 2 * row + 1] * inverse[row]);
-                transpose_quad(w);
-                if (valid) *reinterpret_cast<uint4*>(target + 8 * block) = make_uint4(w[0], w[1], w[2], w[3]);
-            }
         }
     }
 

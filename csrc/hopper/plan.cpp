@@ -9,20 +9,12 @@ template <typename Config>
 int splits(const VideoattnCall& call) {
     const int64_t blocks = ceil_div(call.kv_len, Config::kTileN);
     if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
-    const int64_t items = ceil_div(call.q_len, Config::kTileM * Config::kCluster) * call.heads;
-    return choose_splits(items, blocks, call.num_sms / Config::kCluster);
+    const int64_t items = ceil_div(call.q_len, Config::kTileM) * call.heads;
+    return choose_splits(items, blocks, call.num_sms);
 }
 
 hopper::Strided strided(const VideoattnTensor& tensor) {
     return {tensor.data, tensor.stride_batch, tensor.stride_seq, tensor.stride_head};
-}
-
-// The map of K or V whose boxes are what one CTA loads of a tile.
-template <typename Config>
-VideoattnTensorMap slice_map(const VideoattnCall& call, const VideoattnTensor& tensor) {
-    VideoattnTensorMap map = bshd_map(call, tensor, call.kv_len, Config::kSliceRows, kPromote256B);
-    map.box[2] = Config::kSliceColumns / 64;
-    return map;
 }
 
 template <typename Config>
@@ -46,7 +38,7 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.heads = hopper::Divisor(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
-    const int64_t q_tiles = ceil_div(call.q_len, Config::kTileM * Config::kCluster);
+    const int64_t q_tiles = ceil_div(call.q_len, Config::kTileM);
     args.q_tiles = hopper::Divisor(q_tiles);
     args.splits = hopper::Divisor(parts);
     // The kernel counts tiles in 32 bits and steps past the last one by a grid.
@@ -60,19 +52,17 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
     snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d%s_%s", Config::kHeadDim, Config::kTileN,
              Config::kResident ? "_short" : "", call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
-    const int64_t clusters = wanted < Config::kCluster ? 1 : wanted / Config::kCluster;
-    plan->grid[0] = static_cast<uint32_t>(Config::kCluster * (clusters < args.tiles ? clusters : args.tiles));
+    plan->grid[0] = static_cast<uint32_t>(wanted < args.tiles ? wanted : args.tiles);
     plan->grid[1] = plan->grid[2] = 1;
     args.share = args.tiles / static_cast<int32_t>(plan->grid[0]);
     args.more = args.tiles % static_cast<int32_t>(plan->grid[0]);
     plan->block[0] = Config::kThreads;
     plan->block[1] = plan->block[2] = 1;
-    plan->cluster[0] = Config::kCluster;
-    plan->cluster[1] = plan->cluster[2] = 1;
+    plan->cluster[0] = plan->cluster[1] = plan->cluster[2] = 1;
     plan->dynamic_smem = Config::kSmemBytes;
     add_map(plan, bshd_map(call, call.q, call.q_len, hopper::kGroupRows, kPromote128B));
-    add_map(plan, slice_map<Config>(call, call.k));
-    add_map(plan, slice_map<Config>(call, call.v));
+    add_map(plan, bshd_map(call, call.k, call.kv_len, Config::kTileN, kPromote256B));
+    add_map(plan, bshd_map(call, call.v, call.kv_len, Config::kTileN, kPromote256B));
     add_map(plan, bshd_map(call, call.out, call.q_len, hopper::kWarpRows, kPromoteNone));
     add_args(plan, args);
     return VIDEOATTN_OK;

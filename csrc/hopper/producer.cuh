@@ -6,35 +6,20 @@
 
 namespace videoattn::hopper {
 
-// This CTA's slice of a K or V tile, for all CTAs of its cluster.
-template <typename C>
-__device__ __forceinline__ void load_slice(uint32_t target, const CUtensorMap* map, uint32_t barrier, int row,
-                                           int head, int batch) {
-    if constexpr (C::kCluster == 1) {
-        tma_load(target, map, barrier, row, head, batch);
-    } else {
-        const int rank = rank_in_cluster<C>();
-        const bool by_columns = C::kSliceColumns < C::kHeadDim;
-        tma_load_multicast(target + rank * C::kSliceBytes, map, barrier, by_columns ? row : row + rank * C::kSliceRows,
-                           by_columns ? rank : 0, head, batch, (1 << C::kCluster) - 1);
-    }
-}
-
 // Keys of a step come before the values of the step before it: the order in which the consumers need them.
 template <typename C>
 __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q_map, const CUtensorMap& k_map,
                                      const CUtensorMap& v_map, const Args& args) {
-    constexpr bool kShared = C::kCluster > 1;
     Recorder recorder(args, C::kConsumers + 1, 0, true);
     Ring<C> keys, values;
     uint32_t queries = 0;  // tiles whose queries were asked for
     int value_row = -1, value_head = 0, value_batch = 0;
     const auto load_values = [&] {
         recorder.enter(Phase::kValueBuffer);
-        mbarrier_wait<kShared>(smem.v_empty(values.stage), values.phase ^ 1);
+        mbarrier_wait(smem.v_empty(values.stage), values.phase ^ 1);
         recorder.enter(Phase::kLoad);
         mbarrier_arrive_expect_tx(smem.v_full(values.stage), C::kKvBytes);
-        load_slice<C>(smem.v(values.stage), &v_map, smem.v_full(values.stage), value_row, value_head, value_batch);
+        tma_load(smem.v(values.stage), &v_map, smem.v_full(values.stage), value_row, value_head, value_batch);
         values.advance();
     };
     const auto load_queries = [&](const Tile& tile) {
@@ -58,11 +43,11 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
         }
         for (int block = tile.blocks - 1; block >= 0; --block) {
             recorder.enter(Phase::kKeyBuffer);
-            mbarrier_wait<kShared>(smem.k_empty(keys.stage), keys.phase ^ 1);
+            mbarrier_wait(smem.k_empty(keys.stage), keys.phase ^ 1);
             recorder.enter(Phase::kLoad);
             mbarrier_arrive_expect_tx(smem.k_full(keys.stage), C::kKvBytes);
             const int row = (tile.first_block + block) * C::kTileN;
-            load_slice<C>(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
+            tma_load(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
             keys.advance();
             if (block == tile.blocks - 1) load_queries(tile);
             if (value_row >= 0) load_values();
@@ -100,7 +85,7 @@ __device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const A
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(smem.v_clean(values.stage));
             }
-            release_shared<C>(smem.v_empty(values.stage));
+            if (lane == 0) mbarrier_arrive(smem.v_empty(values.stage));
             values.advance();
         }
     }

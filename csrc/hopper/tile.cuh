@@ -6,8 +6,7 @@
 
 namespace videoattn::hopper {
 
-// 64 kConsumers query rows against a run of key blocks of one head. Rows past q_len, in a cluster all of a CTA's, are
-// computed and not stored.
+// 64 kConsumers query rows against a run of key blocks of one head. Rows past q_len are computed and not stored.
 struct Tile {
     int batch, head, row;     // first query row
     int split, first_block, blocks;
@@ -15,14 +14,11 @@ struct Tile {
     bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
 };
 
-// The CTAs of a cluster work on neighbouring query tiles of the same head, against the same keys: the place in the
-// cluster is the lowest digit of a tile's number, and all CTAs of a cluster count the others alike.
-//
-// A CTA's tiles are every grid's worth one, so that all CTAs work on the same heads at a time; where K and V stay, they
-// are neighbours.
+// A CTA takes every gridDim.x-th tile, so that all CTAs work on the same heads at a time, or, where K and V stay, a run of
+// neighbours.
 template <typename C>
 __device__ __forceinline__ int first_tile(const Args& args, int cta = blockIdx.x) {
-    return C::kResident ? cta * args.share + min(cta, args.more) : cta / C::kCluster;
+    return C::kResident ? cta * args.share + min(cta, args.more) : cta;
 }
 
 // One past the last.
@@ -33,7 +29,7 @@ __device__ __forceinline__ int end_tile(const Args& args) {
 
 template <typename C>
 __device__ __forceinline__ int tile_step() {
-    return C::kResident ? 1 : gridDim.x / C::kCluster;
+    return C::kResident ? 1 : gridDim.x;
 }
 
 // Whether tile `index` finds in shared memory what tile `before` of this CTA used.
@@ -43,15 +39,10 @@ __device__ __forceinline__ bool same_keys(const Args& args, int before, int inde
 }
 
 template <typename C>
-__device__ __forceinline__ int rank_in_cluster() {
-    return C::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
-}
-
-template <typename C>
 __device__ __forceinline__ Tile locate(const Args& args, int index) {
     Tile tile;
     int rest = args.q_tiles.divide(index);
-    tile.row = ((index - rest * args.q_tiles.value) * C::kCluster + rank_in_cluster<C>()) * C::kTileM;
+    tile.row = (index - rest * args.q_tiles.value) * C::kTileM;
     tile.split = rest;
     if (args.splits.value > 1) {
         rest = args.splits.divide(rest);
@@ -109,18 +100,6 @@ struct Shared {
     __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }
     __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
 };
-
-// One arrival of the calling warp at a barrier of every CTA of the cluster: all of them write into the buffer that it
-// guards.
-template <typename C>
-__device__ __forceinline__ void release_shared(uint32_t barrier) {
-    const uint32_t lane = threadIdx.x % 32;
-    if constexpr (C::kCluster == 1) {
-        if (lane == 0) mbarrier_arrive(barrier);
-    } else {
-        if (lane < C::kCluster) mbarrier_arrive_cluster(barrier, lane);
-    }
-}
 
 // A position in the ring of key or value buffers.
 template <typename C>
