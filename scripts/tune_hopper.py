@@ -1,8 +1,11 @@
 """Variants of the Hopper kernel side by side: other choices in csrc/hopper/config.h, a library for each.
 
 Prints TFLOP/s of every variant and rival on every shape, launches interleaved as in bench_attention.py, and
-for some shapes the rate and clock of back-to-back launches.
+for some shapes the rate and clock of back-to-back launches. --library adds the product of another version, with
+the same C interface, on every shape.
 
+    python scripts/tune_hopper.py --variants d128short_base d128short_n64 --sustained 1
+    python scripts/tune_hopper.py --variants d128_base d64_base --library before=FILE/libvideoattn.so
 """
 
 from __future__ import annotations
@@ -194,6 +197,14 @@ def launch(variant: ctypes.CDLL, q, k, v, *, splits: int = 0, **options) -> torc
     return out
 
 
+def other(text: str) -> tuple[str, ctypes.CDLL]:
+    """Name and library of `NAME=FILE`.  Raises argparse.ArgumentTypeError."""
+    name, _, file = text.partition("=")
+    if not (name and Path(file).is_file()):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE with a library there")
+    return name, abi.declare(ctypes.CDLL(str(Path(file).resolve())))
+
+
 def arm(variant: ctypes.CDLL) -> bench.Arm:
     """The variant as a function of q, k and v."""
     return lambda q, k, v: launch(variant, q, k, v)
@@ -240,7 +251,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--library", type=other, action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--arms", nargs="*", default=["flash3", "flash4", "cudnn"], choices=list(bench.ARMS))
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS")
@@ -261,6 +273,7 @@ def main() -> int:
     with torch.no_grad():
         for family, names in SHAPES.items():
             arms = {name: arm(lib) for name, lib in built.items() if name.startswith(f"{family}_")}
+            arms |= {name: arm(lib) for name, lib in options.library}
             if not arms:
                 continue
             arms |= {name: bench.ARMS[name] for name in options.arms}
