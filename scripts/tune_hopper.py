@@ -1,8 +1,8 @@
 """Variants of the Hopper kernel side by side: other choices in csrc/hopper/config.h, a library for each.
 
 Prints TFLOP/s of every variant and rival on every shape, launches interleaved as in bench_attention.py, and
-for some shapes the rate and clock of back-to-back launches. --library adds the product of another version, with
-the same C interface, on every shape.
+for some shapes the rate and clock of back-to-back launches. --library adds the product of another version
+with the same C interface on every shape.
 
     python scripts/tune_hopper.py --variants d128short_base d128short_n64 --sustained 1
     python scripts/tune_hopper.py --variants d128_base d64_base --library before=FILE/libvideoattn.so

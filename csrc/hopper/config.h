@@ -3,11 +3,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define VIDEOATTN_HD __host__ __device__
-#else
-#define VIDEOATTN_HD
-#endif
+#include "../common/divisor.h"
 
 namespace videoattn::hopper {
 
@@ -95,26 +91,6 @@ constexpr int kShortKeys = 1024;
 struct Strided {
     void* data;
     int64_t stride_batch, stride_seq, stride_head;
-};
-
-// A number known at launch, by which the kernel divides what is below 2^31: floor(n / d) = (n + floor(m n / 2^32)) / 2^s
-// (Granlund and Montgomery, Division by Invariant Integers using Multiplication, 1994, figure 4.1).
-struct Divisor {
-    int32_t value;
-    uint32_t multiplier;
-    int32_t shift;
-
-    Divisor() = default;
-    explicit Divisor(int64_t positive) : value(static_cast<int32_t>(positive)), shift(0) {
-        while (int64_t{1} << shift < positive) ++shift;
-        multiplier = static_cast<uint32_t>((((int64_t{1} << shift) - positive) << 32) / positive + 1);
-    }
-
-#ifdef __CUDACC__
-    __device__ __forceinline__ int32_t divide(uint32_t n) const {
-        return static_cast<int32_t>((static_cast<uint32_t>(uint64_t{n} * multiplier >> 32) + n) >> shift);
-    }
-#endif
 };
 
 // The kernel's last parameter.

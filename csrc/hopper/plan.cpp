@@ -35,12 +35,12 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.k = strided(call.k);
     args.out = strided(call.out);
     args.batch = static_cast<int32_t>(call.batch);
-    args.heads = hopper::Divisor(call.heads);
+    args.heads = Divisor(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
     const int64_t q_tiles = ceil_div(call.q_len, Config::kTileM);
-    args.q_tiles = hopper::Divisor(q_tiles);
-    args.splits = hopper::Divisor(parts);
+    args.q_tiles = Divisor(q_tiles);
+    args.splits = Divisor(parts);
     // The kernel counts tiles in 32 bits and steps past the last one by a grid.
     const double tiles = static_cast<double>(q_tiles) * parts * call.heads * call.batch;
     if (tiles > 2147000000.0 || call.grid > 65535)
