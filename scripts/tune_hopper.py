@@ -122,6 +122,7 @@ VARIANTS: dict[str, Variant] = {
     "d64_n80_queries": d64("queries in registers, room for 80 keys: lost", kTileN=80, kQInRegisters=True),
     "d64_no_turns": d64("lost", kTurns=False),
     "d128short_base": d128short("the product"),
+    "d128short_queries_in_registers": d128short("less shared-memory traffic", kQInRegisters=True),
     "d128short_one_query_buffer": d128short("what the second is worth", kQueryBuffers=1),
     "d128short_no_turns": d128short("steps are few, tiles are short", kTurns=False),
     "d128short_n64": d128short("half a tile less padding", kTileN=64, kStages=4),

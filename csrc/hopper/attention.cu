@@ -39,9 +39,8 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
     const Shared<C> smem{base};
     // The swizzle is a function of the address. Rounding up here would cost the hot loop its uniform registers.
     if (smem.base % 1024 != 0) __trap();
-    // The first costs a register less, which one kernel needs. A descriptor of Q in shared memory must be uniform.
-    const int warpgroup =
-        C::kQInRegisters && !C::kResident ? threadIdx.x / 128 : __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    // The first costs a register less, which head dim 128 needs. A descriptor of Q in shared memory must be uniform.
+    const int warpgroup = C::kQInRegisters ? threadIdx.x / 128 : __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&q_map);

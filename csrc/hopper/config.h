@@ -38,7 +38,8 @@ struct D64N96Choices : D64N112Choices {
     static constexpr int kStages = 3;
 };
 
-struct D128N128ShortChoices : D128N128Choices {
+// With one or two blocks of keys, queries are used too rarely to be worth their way into registers.
+struct D128N128ShortChoices : Choices {
     static constexpr int kQueryBuffers = 2;
     static constexpr bool kResident = true;
 };
