@@ -83,8 +83,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [*bench.GROUPS, *bench.BY_NAME]
     parser.add_argument(
-        "--shapes", nargs="+", default=["long", "text", "d64", "audio"], choices=list(bench.GROUPS)
+        "--shapes",
+        nargs="+",
+        default=["long", "text", "d64", "audio"],
+        choices=names,
+        metavar="NAME",
+        help=f"groups or shapes, of {', '.join(names)}",
     )
     parser.add_argument("--arms", nargs="+", default=["hopper", "flash3"], choices=list(bench.ARMS))
     parser.add_argument("--child", nargs=2, metavar=("ARM", "SHAPE"), help=argparse.SUPPRESS)
@@ -105,7 +111,9 @@ def main() -> int:
         print(f"not on this GPU: {', '.join(missing)}")
     print(f"{'shape':<26} {'arm':<8} " + " ".join(f"{name:>14}" for name in counters))
     failed = False
-    for shape in (shape for group in options.shapes for shape in bench.GROUPS[group]):
+    for shape in (
+        shape for name in options.shapes for shape in bench.GROUPS.get(name) or [bench.BY_NAME[name]]
+    ):
         for arm in options.arms:
             command = [ncu, "--csv", "--print-units", "base", "--clock-control", "none"]
             command += ["--profile-from-start", "off", "--metrics", ",".join(counters.values())]

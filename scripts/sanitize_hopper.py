@@ -5,7 +5,7 @@ key lengths, split keys and many tiles a CTA, and holds each result against fp32
 reports anything or a result is wrong.
 
     python scripts/sanitize_hopper.py
-    python scripts/sanitize_hopper.py --tools memcheck racecheck --variant d128_stages3 --log reports
+    python scripts/sanitize_hopper.py --tools memcheck racecheck --variant d128short_n64 --log reports
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 CASES = (
     (1, 2, 300, 517, 128, 1, 0),
     (1, 3, 200, 128, 128, 1, 1),
+    (1, 2, 300, 250, 128, 1, 2),
+    (1, 2, 450, 126, 64, 1, 1),
     (2, 2, 130, 700, 64, 1, 3),
     (1, 2, 70, 259, 64, 1, 1),
     (2, 2, 100, 900, 64, 3, 0),

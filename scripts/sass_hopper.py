@@ -130,7 +130,7 @@ def report(variant: tune_hopper.Variant, nvdisasm: str) -> str:
     )
     assert found is not None
     ops = count(loop)
-    head_dim = 128 if variant.config.startswith("D128") else 64
+    head_dim = variant.head_dim
     tile = variant.tile
     warps = 128 / tile * 2  # steps of a warp that 128 x 128 scores take each sub-partition
     clocks = {

@@ -1,9 +1,11 @@
 """Variants of the Hopper kernel side by side: other choices in csrc/hopper/config.h, a library for each.
 
 Prints TFLOP/s of every variant and rival on every shape, launches interleaved as in bench_attention.py, and
-for some shapes the rate and clock of back-to-back launches.
+for some shapes the rate and clock of back-to-back launches. --library adds the product of another version
+with the same C interface on every shape.
 
-    python scripts/tune_hopper.py --variants d128_base d128_queries_in_smem --sustained 1
+    python scripts/tune_hopper.py --variants d128short_base d128short_n64 --sustained 1
+    python scripts/tune_hopper.py --variants d128_base d64_base --library before=FILE/libvideoattn.so
 """
 
 from __future__ import annotations
@@ -28,26 +30,41 @@ import bench_attention as bench
 
 from videoattn.kernels import abi, accuracy, library, native
 
-Choice = bool | int | str
+Choice = bool | int
+
+
+# Configurations and their key tiles.
+TILES = {
+    "D128N128": 128,
+    "D128N128Short": 128,
+    "D64N112": 112,
+    "D64N96": 96,
+    "D64N96Short": 96,
+    "D64N64Short": 64,
+}
 
 
 @dataclass(frozen=True)
 class Variant:
     """A configuration of `csrc/hopper/config.h` and what it chooses instead; `why` it may pay."""
 
-    config: str  # D128N128, D64N112, D64N96 or D64N128
+    config: str  # one of TILES
     choices: dict[str, Choice]
     why: str
 
     @property
     def tile(self) -> int:
         """Keys of a tile."""
-        return int(self.choices.get("kTileN", self.config.partition("N")[2]))
+        return int(self.choices.get("kTileN", TILES[self.config]))
+
+    @property
+    def head_dim(self) -> int:
+        return 128 if self.config.startswith("D128") else 64
 
     @property
     def kernel(self) -> str:
         """Its kernel's symbol without the element type."""
-        return f"videoattn_hopper_{self.config.partition('N')[0].lower()}_n{self.tile}"
+        return _kernel(self.head_dim, self.tile, self.config)
 
     def write(self, folder: Path) -> Path:
         """A copy of csrc with these choices, under `folder`."""
@@ -56,8 +73,8 @@ class Variant:
         header = root / "hopper" / "config.h"
         header.write_text(self.choose(header.read_text()))
         source = root / "hopper" / "attention.cu"
-        name = "videoattn_hopper_" + self.config.lower().replace("n", "_n")
-        source.write_text(source.read_text().replace(name, self.kernel))
+        name = _kernel(self.head_dim, TILES[self.config], self.config)
+        source.write_text(re.sub(rf"\b{name}_(?=bf16|fp16)", f"{self.kernel}_", source.read_text()))
         return root
 
     def choose(self, text: str) -> str:
@@ -71,9 +88,12 @@ class Variant:
             if kind is None:
                 raise SystemExit(f"config.h offers no choice {name}")
             lines = [line for line in lines if f" {name} =" not in line]
-            word = f"Output::{value}" if kind[1] == "Output" else str(value).lower()
-            lines.append(f"    static constexpr {kind[1]} {name} = {word};")
+            lines.append(f"    static constexpr {kind[1]} {name} = {str(value).lower()};")
         return text[: found.start(1)] + "\n".join(lines) + "\n" + text[found.end(1) :]
+
+
+def _kernel(head_dim: int, tile: int, config: str) -> str:
+    return f"videoattn_hopper_d{head_dim}_n{tile}" + ("_short" if config.endswith("Short") else "")
 
 
 def d128(why: str, **choices: Choice) -> Variant:
@@ -84,29 +104,38 @@ def d64(why: str, **choices: Choice) -> Variant:
     return Variant("D64N112", choices, why)
 
 
-DIRECT: dict[str, Choice] = {"kOutput": "kRegisters"}
-THREE: dict[str, Choice] = {"kStages": 3, "kOutput": "kQueryBuffer"}
-N176: dict[str, Choice] = {"kTileN": 176, "kQInRegisters": False, **DIRECT}
+def d128short(why: str, **choices: Choice) -> Variant:
+    return Variant("D128N128Short", choices, why)
+
+
+def d64short(why: str, **choices: Choice) -> Variant:
+    return Variant("D64N96Short", choices, why)
+
 
 VARIANTS: dict[str, Variant] = {
     "d128_base": d128("the product"),
-    "d128_early_turn": d128("the next consumer's first wgmma is queued before this one's last", kEarlyTurn=2),
-    "d128_stages3": d128("a third buffer hides L2 latency", **THREE),
-    "d128_two_query_buffers": d128("short keys wait for queries", kQueryBuffers=2),
-    "d128_direct": d128("no barriers and no staging at a tile's end", **DIRECT),
-    "d128_cluster": d128("half the reads from L2: lost", **DIRECT, kCluster=2),
-    "d128_n176": d128("fewer turns, waits and rescalings a FLOP: lost", **N176),
-    "d128_check_first": d128("maxima before exponentials: lost", kCheckLate=False),
-    "d128_queries_in_smem": d128("lost before late checks", kQInRegisters=False),
-    "d128_no_turns": d128("lost before late checks", kTurns=False),
+    "d128_two_query_buffers": d128("the next tile's queries come earlier: no gain", kQueryBuffers=2),
+    "d128_queries_in_smem": d128("lost", kQInRegisters=False),
+    "d128_no_turns": d128("lost", kTurns=False),
     "d64_base": d64("the product"),
-    "d64_early_turn": d64("as for d128", kEarlyTurn=2),
-    "d64_soft1": d64("a fourteenth of the exponentials in software: lost", kSoftBlocks=1),
-    "d64_stages4": d64("two more buffers hide L2 latency", kStages=4),
-    "d64_n80_queries": d64("queries in registers, room for 80 keys", kTileN=80, kQInRegisters=True),
-    "d64_direct": d64("no barriers and no staging at a tile's end", **DIRECT),
-    "d64_no_turns": d64("lost before late checks", kTurns=False),
-    "d64_check_first": Variant("D64N128", {}, "maxima before exponentials, 128 keys: lost"),
+    "d64_stages4": d64("two more buffers hide L2 latency: the same", kStages=4),
+    "d64_n80_queries": d64("queries in registers, room for 80 keys: lost", kTileN=80, kQInRegisters=True),
+    "d64_no_turns": d64("lost", kTurns=False),
+    "d128short_base": d128short("the product"),
+    "d128short_queries_in_registers": d128short("less shared-memory traffic", kQInRegisters=True),
+    "d128short_one_query_buffer": d128short("what the second is worth", kQueryBuffers=1),
+    "d128short_no_turns": d128short("steps are few, tiles are short", kTurns=False),
+    "d128short_n64": d128short("half a tile less padding", kTileN=64, kStages=4),
+    "d64short_base": d64short("the product"),
+    "d64short_one_query_buffer": d64short("what the second is worth", kQueryBuffers=1),
+    "d64short_no_turns": d64short("steps are few, tiles are short", kTurns=False),
+    "d64short_two_consumers": d64short(
+        "two blocks of 144 keys, queries in registers: lost but for few queries",
+        kConsumers=2,
+        kTileN=144,
+        kStages=2,
+        kQInRegisters=True,
+    ),
 }
 SHAPES = {
     "d128": [
@@ -116,20 +145,17 @@ SHAPES = {
         "text 28160x1024",
         "self 28160",
         "self 5525 ragged",
-        "text 12288x256",
-        "text 12288x128",
     ],
+    "d128short": ["text 12288x256", "text 12288x128"],
     "d64": [
         "D64 self 6144",
         "D64 self 14080",
-        "audio to video 12288x259",
         "video to audio 259x12288",
-        "audio self 259",
         "audio text 259x1024",
     ],
+    "d64short": ["audio to video 12288x259", "1,32,12288,240,64", "1,32,12288,126,64", "audio self 259"],
 }
 SUSTAINED = {"self 28160", "text 12288x1024", "D64 self 14080"}
-BY_NAME = {shape.name: shape for group in bench.GROUPS.values() for shape in group}
 
 
 # The other family's kernels would take most of a variant's compile time.
@@ -170,6 +196,14 @@ def launch(variant: ctypes.CDLL, q, k, v, *, splits: int = 0, **options) -> torc
     if variant.videoattn_attention(ctypes.byref(made), text, abi.MESSAGE_BYTES) != abi.OK:
         raise RuntimeError(text.value.decode())
     return out
+
+
+def other(text: str) -> tuple[str, ctypes.CDLL]:
+    """Name and library of `NAME=FILE`.  Raises argparse.ArgumentTypeError."""
+    name, _, file = text.partition("=")
+    if not (name and Path(file).is_file()):
+        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE with a library there")
+    return name, abi.declare(ctypes.CDLL(str(Path(file).resolve())))
 
 
 def arm(variant: ctypes.CDLL) -> bench.Arm:
@@ -218,7 +252,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--library", type=other, action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--arms", nargs="*", default=["flash3", "flash4", "cudnn"], choices=list(bench.ARMS))
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS")
@@ -239,9 +274,12 @@ def main() -> int:
     with torch.no_grad():
         for family, names in SHAPES.items():
             arms = {name: arm(lib) for name, lib in built.items() if name.startswith(f"{family}_")}
+            arms |= {name: arm(lib) for name, lib in options.library}
+            if not arms:
+                continue
             arms |= {name: bench.ARMS[name] for name in options.arms}
             for name in names:
-                report[name] = tune(BY_NAME[name], arms, options, power)
+                report[name] = tune(bench.BY_NAME.get(name) or bench.parse_shape(name), arms, options, power)
                 torch.cuda.empty_cache()
     power.stop()
     if options.json is not None:

@@ -12,8 +12,10 @@ from videoattn.kernels.accuracy import L2_LIMIT, LSE_LIMIT
 TILES = {
     "d128_n128": (128, 128, 3),
     "d64_n112": (64, 112, 3),
-    "d64_n96": (64, 96, 3),
-    "d64_n128": (64, 128, 2),
+    "d64_n96": (64, 96, 4),
+    "d128_n128_short": (128, 128, 2),
+    "d64_n96_short": (64, 96, 3),
+    "d64_n64_short": (64, 64, 4),
 }
 
 # Powers of two by which scores leap, one for each warp's 16 rows: a warp decides for all of its rows at once.
@@ -91,7 +93,7 @@ def not_finite(
     The first half of the rows is positive, the second negative: an infinite key's scores have both signs.
     """
     kv_len = tile * blocks
-    columns = (2, tile // 2 - 3, tile - 7)  # of 128 keys the last two have software exponentials
+    columns = (2, tile // 2 - 3, tile - 7)
     inside = [(tile * block + column, kv_len) for block in (0, blocks - 1) for column in columns]
     cases = [(place, value, length) for place, length in inside for value in (torch.nan, torch.inf)]
     cases.append((tile // 2, -torch.inf, kv_len))

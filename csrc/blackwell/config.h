@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../common/divisor.h"
+
 namespace videoattn::blackwell {
 
 constexpr int kTileRows = 128;  // queries of a tile, and keys of a tile: M and N of one MMA
@@ -44,11 +46,11 @@ struct Args {
     const int32_t* kv_lengths;
     float* partial_out;  // where splits > 1: (splits, batch, heads, q_len, head_dim)
     int32_t batch;
-    int32_t heads;
+    Divisor heads;
     int32_t q_len;
     int32_t kv_len;
-    int32_t q_blocks;
-    int32_t splits;
+    Divisor q_blocks;
+    Divisor splits;
     int32_t items;     // q_blocks * splits * heads * batch, in this order from the fastest
     float scale_log2;  // softmax scale * log2(e)
 };

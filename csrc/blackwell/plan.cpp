@@ -17,18 +17,20 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     Args args{};
     args.lse = call.lse;
     args.kv_lengths = call.kv_lengths;
-    args.splits = call.workspace == nullptr ? 1 : splits(call);
-    if (args.splits > 1) {
+    const int parts = call.workspace == nullptr ? 1 : splits(call);
+    if (parts > 1) {
         args.partial_out = static_cast<float*>(call.workspace);
-        args.lse = args.partial_out + workspace_of(call, args.splits).output_bytes / 4;
+        args.lse = args.partial_out + workspace_of(call, parts).output_bytes / 4;
     }
     args.batch = static_cast<int32_t>(call.batch);
-    args.heads = static_cast<int32_t>(call.heads);
+    args.heads = Divisor(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
-    args.q_blocks = static_cast<int32_t>(ceil_div(call.q_len, kItemRows));
+    const int64_t q_blocks = ceil_div(call.q_len, kItemRows);
+    args.q_blocks = Divisor(q_blocks);
+    args.splits = Divisor(parts);
     // The kernel counts items in 32 bits and steps past the last one by a grid.
-    const double items = static_cast<double>(args.q_blocks) * args.splits * call.heads * call.batch;
+    const double items = static_cast<double>(q_blocks) * parts * call.heads * call.batch;
     if (items > 2147000000.0 || call.grid > 65535)
         return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f work items are more than one launch can count", items);
     args.items = static_cast<int32_t>(items);

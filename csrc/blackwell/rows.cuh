@@ -241,7 +241,7 @@ __device__ __forceinline__ void correction_warp(Shared<C>& shared, uint32_t smem
             } else if (args.lse != nullptr && work.q_row + q * kTileRows + row < args.q_len) {
                 args.lse[work.flat_row(work.q_row + q * kTileRows + row)] = -INFINITY;
             }
-            if (args.splits > 1) {
+            if (args.splits.value > 1) {
                 store_partial<C>(o_tmem + q * C::kHeadDim, scale, work, work.q_row + q * kTileRows + row);
             } else {
                 store_output<C, Element>(staging, o_map, o_tmem + q * C::kHeadDim, scale, work, q);

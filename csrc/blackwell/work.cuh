@@ -96,7 +96,7 @@ struct Work {
 
     // Index of a query of this item among all rows, the splits outermost.
     __device__ int64_t flat_row(int query) const {
-        const int64_t pair = (static_cast<int64_t>(split) * args.batch + batch) * args.heads + head;
+        const int64_t pair = (static_cast<int64_t>(split) * args.batch + batch) * args.heads.value + head;
         return pair * args.q_len + query;
     }
 
@@ -105,26 +105,27 @@ struct Work {
         if (!valid()) {
             return;
         }
-        int rest = item / args.q_blocks;
-        q_row = (item - rest * args.q_blocks) * kItemRows;
+        int rest = args.q_blocks.divide(item);
+        q_row = (item - rest * args.q_blocks.value) * kItemRows;
         split = 0;
-        if (args.splits > 1) {
-            const int pair = rest / args.splits;
-            split = rest - pair * args.splits;
+        if (args.splits.value > 1) {
+            const int pair = args.splits.divide(rest);
+            split = rest - pair * args.splits.value;
             rest = pair;
         }
-        batch = rest / args.heads;
-        head = rest - batch * args.heads;
+        batch = args.heads.divide(rest);
+        head = rest - batch * args.heads.value;
         length = args.kv_len;
         if (args.kv_lengths != nullptr) {
             length = max(0, min(__ldg(args.kv_lengths + batch), args.kv_len));
         }
         first_tile = 0;
         tiles = (length + kTileRows - 1) / kTileRows;
-        if (args.splits > 1) {
-            const int64_t all = tiles;
-            first_tile = static_cast<int>(all * split / args.splits);
-            tiles = static_cast<int>(all * (split + 1) / args.splits) - first_tile;
+        if (args.splits.value > 1) {
+            // At most kMaxSplits x 2^31 / kTileRows, below 2^31.
+            const int all = tiles;
+            first_tile = args.splits.divide(all * split);
+            tiles = args.splits.divide(all * (split + 1)) - first_tile;
         }
         q_tiles = args.q_len - q_row > kTileRows ? 2 : 1;
     }

@@ -15,11 +15,10 @@
 // of each warp of consumer g);
 // k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
-// In a cluster each CTA loads a slice of every K and V tile into both CTAs, so a buffer is free once the consumers of
-// both have arrived: k_empty and v_empty collect the arrivals of two CTAs, everything else stays inside one.
-// Where O is staged over Q, q_empty[g] has one arrival: by consumer g once the copy engine has read its O.
-// Named barriers: 1 + g: all 128 threads of consumer g; 4 + g: consumer g's turn to issue (its own 128 threads wait,
-// those of its predecessor arrive).
+// In the kernels for short keys K and V of a head stay for all its tiles: k_empty and v_empty are arrived at when the
+// head changes.
+// Named barriers: 1 + g: consumer g's turn to issue (its own 128 threads wait, those of its predecessor arrive).
+// The warps of a consumer meet only there: each takes its part of Q and stores its 16 rows of O by itself.
 
 #include <cuda.h>
 
@@ -34,10 +33,14 @@ template <typename C, typename Element>
 __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtensorMap& k_map, const CUtensorMap& v_map,
                                           const CUtensorMap& o_map, const Args& args) {
     extern __shared__ __align__(1024) uint8_t raw_smem[];
-    const Shared<C> smem{smem_address(raw_smem)};
+    uint32_t base = smem_address(raw_smem);
+    // Or the compiler computes it anew, from a special register, at every step.
+    asm volatile("" : "+r"(base));
+    const Shared<C> smem{base};
     // The swizzle is a function of the address. Rounding up here would cost the hot loop its uniform registers.
     if (smem.base % 1024 != 0) __trap();
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    // The first costs a register less, which head dim 128 needs. A descriptor of Q in shared memory must be uniform.
+    const int warpgroup = C::kQInRegisters ? threadIdx.x / 128 : __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
         prefetch_tensormap(&q_map);
@@ -47,24 +50,20 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         for (int group = 0; group < C::kConsumers; ++group) {
             for (int buffer = 0; buffer < C::kQueryBuffers; ++buffer) {
                 mbarrier_init(smem.q_full(group, buffer), 1);
-                mbarrier_init(smem.q_empty(group, buffer), C::kOutput == Output::kQueryBuffer ? 1 : 4);
+                mbarrier_init(smem.q_empty(group, buffer), 4);
             }
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(smem.k_full(stage), 1);
-            mbarrier_init(smem.k_empty(stage), C::kCluster * 4 * C::kConsumers);
+            mbarrier_init(smem.k_empty(stage), 4 * C::kConsumers);
             mbarrier_init(smem.v_full(stage), 1);
-            mbarrier_init(smem.v_empty(stage),
-                          C::kCluster * (4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0)));
+            mbarrier_init(smem.v_empty(stage), 4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0));
             mbarrier_init(smem.v_clean(stage), 1);
         }
         fence_mbarrier_init();
         fence_proxy_async_smem();
     }
-    if constexpr (C::kCluster > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    __syncthreads();
 
     if (warpgroup == 0) {
         setmaxnreg_dec<C::kProducerRegisters>();
@@ -82,11 +81,6 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         // The turn that nobody takes any more, so that no named barrier is left half arrived.
         if (consumer.group == 0) consumer.take_turn();
     }
-    // Nobody may leave while the other CTA still writes into its shared memory or arrives at its barriers.
-    if constexpr (C::kCluster > 1) {
-        __syncwarp();
-        cluster_sync();
-    }
 }
 
 }  // namespace
@@ -102,21 +96,27 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
 
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_bf16, D128N128, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_fp16, D128N128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_short_bf16, D128N128Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d128_n128_short_fp16, D128N128Short, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n112_bf16, D64N112, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n112_fp16, D64N112, __half)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_bf16, D64N96, __nv_bfloat16)
 VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_fp16, D64N96, __half)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_bf16, D64N128, __nv_bfloat16)
-VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n128_fp16, D64N128, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_short_bf16, D64N96Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n96_short_fp16, D64N96Short, __half)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n64_short_bf16, D64N64Short, __nv_bfloat16)
+VIDEOATTN_HOPPER_KERNEL(videoattn_hopper_d64_n64_short_fp16, D64N64Short, __half)
 
 namespace videoattn {
 
 KernelList hopper_kernels() {
     static const Kernel kernels[] = {
-        VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
-        VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_bf16),  VIDEOATTN_ENTRY(videoattn_hopper_d64_n128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_bf16),       VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_short_bf16), VIDEOATTN_ENTRY(videoattn_hopper_d128_n128_short_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_bf16),        VIDEOATTN_ENTRY(videoattn_hopper_d64_n112_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_bf16),         VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_short_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n96_short_fp16),
+        VIDEOATTN_ENTRY(videoattn_hopper_d64_n64_short_bf16),   VIDEOATTN_ENTRY(videoattn_hopper_d64_n64_short_fp16),
     };
     return {kernels, sizeof(kernels) / sizeof(kernels[0])};
 }

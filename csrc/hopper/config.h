@@ -3,51 +3,34 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define VIDEOATTN_HD __host__ __device__
-#else
-#define VIDEOATTN_HD
-#endif
+#include "../common/divisor.h"
 
 namespace videoattn::hopper {
 
 constexpr int kGroupRows = 64;  // query rows of one consumer warpgroup: the M of one wgmma
-
-// Where a finished tile of O waits for its way to global memory.
-enum class Output {
-    kOwnBuffer,    // staged in shared memory of its own
-    kQueryBuffer,  // staged where the tile's Q lay; needs kQInRegisters
-    kRegisters,    // not staged: threads store 16-byte pieces
-};
+constexpr int kWarpRows = 16;   // of one of its warps, which stores them by itself
 
 // What a configuration may choose; scripts/tune_hopper.py builds the kernel with other choices.
 struct Choices {
     static constexpr int kConsumers = 2;  // consumer warpgroups
     static constexpr int kTileN = 128;
     static constexpr int kStages = 2;
-    static constexpr int kCluster = 1;  // CTAs that share every K and V tile by multicast: 1 or 2
     static constexpr bool kQInRegisters = false;
     static constexpr int kQueryBuffers = 1;  // 2: the next tile's Q loads while this one's is waited for
-    static constexpr Output kOutput = Output::kOwnBuffer;
-    // How many of a tile's 8-column blocks of scores take their exponentials on the FMA pipe.
-    static constexpr int kSoftBlocks = 0;
-    // Whether exponentials are taken before their row maximum is known, and taken back where one was too large.
-    static constexpr bool kCheckLate = false;
-    // Whether consumers take turns at issuing; the turn passes when all but kEarlyTurn steps of the P V are issued.
-    static constexpr bool kTurns = true;
-    static constexpr int kEarlyTurn = 0;
+    // For launches whose keys fill at most kStages blocks: K and V of a head are loaded once for all neighbouring tiles
+    // of a CTA.
+    static constexpr bool kResident = false;
+    static constexpr bool kTurns = true;  // whether consumers take turns at issuing
 };
 
 struct D128N128Choices : Choices {
     static constexpr bool kQInRegisters = true;
-    static constexpr bool kCheckLate = true;
 };
 
-// 128 keys and late checks need more than the 160 registers of three consumers.
+// 128 keys need more than the 160 registers of three consumers.
 struct D64N112Choices : Choices {
     static constexpr int kConsumers = 3;
     static constexpr int kTileN = 112;
-    static constexpr bool kCheckLate = true;
 };
 
 struct D64N96Choices : D64N112Choices {
@@ -55,9 +38,20 @@ struct D64N96Choices : D64N112Choices {
     static constexpr int kStages = 3;
 };
 
-struct D64N128Choices : Choices {
-    static constexpr int kConsumers = 3;
-    static constexpr int kSoftBlocks = 2;
+// With one or two blocks of keys, queries are used too rarely to be worth their way into registers.
+struct D128N128ShortChoices : Choices {
+    static constexpr int kQueryBuffers = 2;
+    static constexpr bool kResident = true;
+};
+
+struct D64N96ShortChoices : D64N96Choices {
+    static constexpr int kQueryBuffers = 2;
+    static constexpr bool kResident = true;
+};
+
+struct D64N64ShortChoices : D64N96ShortChoices {
+    static constexpr int kTileN = 64;
+    static constexpr int kStages = 5;
 };
 
 // The choices and what follows from them.
@@ -66,40 +60,30 @@ struct Config : C {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kTileM = C::kConsumers * kGroupRows;
     static constexpr int kThreads = 128 * (C::kConsumers + 1);
-    // setmaxnreg pools: launch-time registers x threads cover producer + consumers. A producer that multicasts does
-    // not fit in 24.
-    static constexpr int kProducerRegisters = C::kConsumers > 2 ? 32 : C::kCluster > 1 ? 40 : 24;
-    static constexpr int kConsumerRegisters = C::kConsumers > 2 ? 160 : C::kCluster > 1 ? 232 : 240;
+    // setmaxnreg pools: launch-time registers x threads cover producer + consumers.
+    static constexpr int kProducerRegisters = C::kConsumers > 2 ? 32 : 24;
+    static constexpr int kConsumerRegisters = C::kConsumers > 2 ? 160 : 240;
 
     static constexpr int kGroupBytes = kGroupRows * kHeadDim * 2;  // a warpgroup's Q, or its O
     static constexpr int kKvBytes = C::kTileN * kHeadDim * 2;
-    // A CTA of a cluster loads a slice of each K and V tile: 64 columns of all rows, or all columns of some rows.
-    static constexpr int kSliceRows = kHeadDim == 128 ? C::kTileN : C::kTileN / C::kCluster;
-    static constexpr int kSliceColumns = C::kCluster == 1 ? kHeadDim : 64;
-    static constexpr int kSliceBytes = kKvBytes / C::kCluster;
 
     static constexpr int kQOffset = 0;
-    static constexpr int kOOffset =
-        C::kOutput == Output::kOwnBuffer ? C::kQueryBuffers * C::kConsumers * kGroupBytes : 0;
-    static constexpr int kKOffset =
-        (C::kQueryBuffers + (C::kOutput == Output::kOwnBuffer ? 1 : 0)) * C::kConsumers * kGroupBytes;
+    static constexpr int kOOffset = C::kQueryBuffers * C::kConsumers * kGroupBytes;
+    static constexpr int kKOffset = kOOffset + C::kConsumers * kGroupBytes;
     static constexpr int kVOffset = kKOffset + C::kStages * kKvBytes;
     static constexpr int kBarrierOffset = kVOffset + C::kStages * kKvBytes;
     static constexpr int kBarriers = 2 * C::kConsumers * C::kQueryBuffers + 5 * C::kStages;
     static constexpr int kSmemBytes = kBarrierOffset + 8 * kBarriers;
     static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
     static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
-    static_assert(C::kCluster == 1 || C::kCluster == 2);
-    static_assert(kSliceBytes % 1024 == 0, "slices are whole swizzle atoms");
-    static_assert(C::kOutput != Output::kQueryBuffer || C::kQInRegisters, "Q is read until its tile's last step");
-    static_assert(C::kQueryBuffers == 1 || (C::kQInRegisters && C::kOutput != Output::kQueryBuffer));
-    static_assert(C::kSoftBlocks <= C::kTileN / 8 && C::kEarlyTurn <= C::kTileN / 16);
 };
 
 using D128N128 = Config<128, D128N128Choices>;
 using D64N112 = Config<64, D64N112Choices>;
 using D64N96 = Config<64, D64N96Choices>;
-using D64N128 = Config<64, D64N128Choices>;
+using D128N128Short = Config<128, D128N128ShortChoices>;
+using D64N96Short = Config<64, D64N96ShortChoices>;
+using D64N64Short = Config<64, D64N64ShortChoices>;
 
 // Up to this many keys the key tile is chosen to fit their number.
 constexpr int kShortKeys = 1024;
@@ -112,17 +96,17 @@ struct Strided {
 
 // The kernel's last parameter.
 struct Args {
-    float* lse;
+    float* lse;  // (splits, batch, heads, q_len), or null
     const int32_t* kv_lengths;
     float* partial_out;  // where splits > 1: (splits, batch, heads, q_len, head_dim)
-    float* partial_lse;  // (splits, batch, heads, q_len)
     int32_t batch;
-    int32_t heads;
+    Divisor heads;
     int32_t q_len;
     int32_t kv_len;
-    int32_t q_tiles;  // of a head, a cluster's counted as one
-    int32_t splits;
+    Divisor q_tiles;  // of a head
+    Divisor splits;
     int32_t tiles;  // q_tiles * splits * heads * batch, in this order from the fastest
+    int32_t share, more;  // where keys stay: of a CTA's tiles, and how many CTAs have one more
     float scale_log2;  // softmax scale * log2(e)
     Strided q, k, out;  // for what TMA does not move
     uint64_t* profile;  // where events go in a build with VIDEOATTN_PROFILE

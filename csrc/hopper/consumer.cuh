@@ -1,7 +1,4 @@
 // A consumer warpgroup: 64 query rows of every tile its CTA works on. The time-line is in attention.cu.
-//
-// The kernels that ship have one CTA (kCluster 1), one query buffer, O in a buffer of its own, and turns without
-// kEarlyTurn: read those branches first. The rest is what scripts/tune_hopper.py builds.
 #pragma once
 
 #include "output.cuh"
@@ -25,18 +22,20 @@ struct Consumer {
     static constexpr int kOutputs = C::kHeadDim / 2;
     static constexpr int kQSteps = C::kHeadDim / 16;
     static constexpr int kPSteps = C::kTileN / 16;
-    static constexpr bool kOverQueries = C::kOutput == Output::kQueryBuffer;
-    static constexpr uint32_t kAccumulate = 1u << 30, kClear = 1u << 31, kStored = 1u << 29;
-    using Scores = Softmax<C::kTileN, C::kSoftBlocks>;
+    static constexpr uint32_t kAccumulate = 1u << 30, kClear = 1u << 31;
+    using Scores = Softmax<C::kTileN>;
 
     const Shared<C>& smem;
     const CUtensorMap& o_map;
     const Args& args;
     const int group;
     Recorder recorder;
-    uint32_t step = 0;  // key blocks whose scores are done; the values of step - 1 come with the scores of step
+    // Key blocks whose scores are done, where K and V stay those loaded; the values of step - 1 come with the scores of
+    // step, also where step went back to the head's first block: hence kept_values.
+    uint32_t step = 0;
+    uint32_t kept_values = 0;
     // Phases, bit s of v_clean[s]; from bit kStages on the tiles whose queries were taken; about the P V to come
-    // kAccumulate and kClear; kStored: the output in the queries' buffer is on its way out.
+    // kAccumulate and kClear.
     uint32_t state = 0;
     uint32_t q[C::kQInRegisters ? kQSteps : 1][4];
 
@@ -51,33 +50,34 @@ struct Consumer {
 
     __device__ __forceinline__ void take_turn() {
         recorder.enter(Phase::kTurn);
-        if constexpr (C::kTurns) named_sync(4 + group, 256);
+        if constexpr (C::kTurns) named_sync(1 + group, 256);
         recorder.enter(Phase::kIssue);
     }
     __device__ __forceinline__ void pass_turn() {
-        if constexpr (C::kTurns) named_arrive(4 + (group + 1 == C::kConsumers ? 0 : group + 1), 256);
+        if constexpr (C::kTurns) named_arrive(1 + (group + 1 == C::kConsumers ? 0 : group + 1), 256);
+    }
+
+    // Of the queries to come, or of the `back`th before them.
+    __device__ __forceinline__ int query_buffer(int back) const {
+        return C::kQueryBuffers > 1 ? (state >> C::kStages & 1) ^ back : 0;
     }
 
     __device__ __forceinline__ void take_queries() {
-        const int buffer = C::kQueryBuffers > 1 ? state >> C::kStages & 1 : 0;
+        const int buffer = query_buffer(0);
         mbarrier_wait(smem.q_full(group, buffer), state >> (C::kStages + C::kQueryBuffers - 1) & 1);
         // Of one buffer the lowest bit is all that counts.
         state = C::kQueryBuffers > 1 ? state + (1u << C::kStages) : state ^ 1u << C::kStages;
         if constexpr (C::kQInRegisters) {
+            const uint32_t thread = fresh_thread();
+            const int row = thread % 128 / 32 * kWarpRows;
 #pragma unroll
             for (int i = 0; i < kQSteps; ++i)
-                ldmatrix_x4(q[i], fragment_address(smem.q(group, buffer), threadIdx.x / 32 % 4, threadIdx.x % 32, i));
+                ldmatrix_x4(q[i], fragment_address<kGroupRows>(smem.q(group, buffer), row, thread % 32, i));
             // An arrival may overtake loads that have not returned, and the copy engine writes through another proxy:
             // without the fence it overwrites what is still being read (seen on an H200).
             fence_proxy_async_smem();
-            if constexpr (!kOverQueries) {
-                __syncwarp();
-                release(smem.q_empty(group, buffer));
-            } else if (step == 0) {
-                // No output waits for the place: it goes on to the next queries. Later ones make room for an output.
-                named_sync(1 + group, 128);
-                if (threadIdx.x % 128 == 0) mbarrier_arrive(smem.q_empty(group));
-            }
+            __syncwarp();
+            release(smem.q_empty(group, buffer));
         }
     }
 
@@ -91,7 +91,8 @@ struct Consumer {
             if constexpr (C::kQInRegisters) {
                 Wgmma<Element, C::kTileN, 0>::rs(s, q[step], k + (k_step >> 4), step > 0);
             } else {
-                const uint64_t a = descriptor(smem.q(group), 16);
+                const uint64_t a = descriptor(smem.q(group), 16) +
+                                   query_buffer(1) * (C::kConsumers * C::kGroupBytes >> 4);
                 const uint32_t q_step = (step / 4) * (kGroupRows * 128) + (step % 4) * 32;
                 Wgmma<Element, C::kTileN, 0>::ss(s, a + (q_step >> 4), k + (k_step >> 4), step > 0);
             }
@@ -102,20 +103,21 @@ struct Consumer {
     // Issues the P V and passes the turn, if somebody is there to take it.
     template <bool kPass>
     __device__ __forceinline__ void issue_output(float (&o)[kOutputs], uint32_t (&p)[kPSteps][4]) {
-        const uint64_t v = descriptor(smem.v(0), C::kTileN * 128) + stage(step - 1) * (C::kKvBytes >> 4);
+        const uint64_t v = descriptor(smem.v(0), C::kTileN * 128) + stage(value_step()) * (C::kKvBytes >> 4);
         pin(o);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kPSteps; ++step) {
-            if (kPass && C::kEarlyTurn > 0 && step == kPSteps - C::kEarlyTurn) pass_turn();
             Wgmma<Element, C::kHeadDim, 1>::rs(o, p[step], v + (step * 2048 >> 4), step > 0 ? 1 : state & kAccumulate);
         }
         wgmma_commit();
-        if (kPass && C::kEarlyTurn == 0) pass_turn();
+        if (kPass) pass_turn();
     }
 
     static __device__ __forceinline__ int stage(uint32_t step) { return step % C::kStages; }
     static __device__ __forceinline__ uint32_t phase(uint32_t step) { return step / C::kStages & 1; }
+
+    __device__ __forceinline__ uint32_t value_step() const { return C::kResident ? kept_values : step - 1; }
 
     __device__ __forceinline__ void wait_keys() {
         recorder.enter(Phase::kKeys);
@@ -123,14 +125,11 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void wait_values() {
-        const int at = stage(step - 1);
-        mbarrier_wait(smem.v_full(at), phase(step - 1));
-        if (state & (kClear | kStored)) {
-            if (state & kClear) {
-                mbarrier_wait(smem.v_clean(at), state >> at & 1);
-                state ^= 1u << at;
-            }
-            retire_output();
+        const int at = stage(value_step());
+        mbarrier_wait(smem.v_full(at), phase(value_step()));
+        if (state & kClear) {
+            mbarrier_wait(smem.v_clean(at), state >> at & 1);
+            state ^= 1u << at;
         }
     }
 
@@ -138,11 +137,11 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         float s[kScores], o[kOutputs], factor[2], block_sum[2];
         uint32_t p[kPSteps][4];
-        // Tiles are located anew where they are needed: registers are dearer than the few divisions.
-        int index = next_tile(first_tile<C>());
-        if (index >= args.tiles) return;
+        // Tiles are located anew where they are needed: registers are dearer than the few multiplications.
+        int index = next_tile(first_tile<C>(args));
+        if (index >= end_tile<C>(args)) return;
         int left, tail;  // scores of this tile still to be issued, valid keys of its first block
-        start(index, left, tail);
+        start(index, left, tail, false);
 
         wait_keys();
         take_queries();
@@ -161,7 +160,13 @@ struct Consumer {
         bool fits = true, opened = false;  // opened: the last step was a tile's first, the tile before is to be stored
         for (int done = index;;) {
             finish_output(s, o, p);
-            if (opened) store(done, o, factor);
+            if (C::kResident && opened && !same_keys<C>(args, done, index)) release_values(done);
+            const bool late = C::kResident && opened && left == 0;
+            uint32_t rounded[kOutputs / 2];
+            if (late)
+                put_off(done, o, factor, rounded);
+            else if (opened)
+                store(done, o, factor);
             opened = false;
             while (left > 0) {
                 wait_keys();
@@ -173,46 +178,40 @@ struct Consumer {
                 recorder.enter(Phase::kScores);
                 wgmma_wait<1>();
                 pin(s);
-                release_shared<C>(smem.k_empty(stage(step)));
+                if constexpr (!C::kResident) release(smem.k_empty(stage(step)));
                 release_queries(--left);
                 recorder.enter(Phase::kSoftmax);
-                if constexpr (C::kCheckLate) {
-                    fits = softmax.exponentiate_unchecked(s, block_sum);
-                    pin(s);
-                    if (!fits) break;
-                    softmax.add(block_sum);
-                } else {
-                    const bool moves = softmax.subtract(s, factor);
-                    softmax.exponentiate(s);
-                    pin(s);
-                    if (moves) {
-                        wgmma_wait<0>();
-                        pin(o);
-                        rescale(o, factor);
-                    }
-                }
+                fits = softmax.exponentiate_unchecked(s, block_sum);
+                pin(s);
+                if (!fits) break;
+                softmax.add(block_sum);
                 finish_output(s, o, p);
             }
-            if (C::kCheckLate && !fits) {
+            if (!fits) {
                 fits = true;
                 fit(s, o, softmax, block_sum, index, left);
                 continue;
             }
 
+            const int before = done;
             done = index;
             index = next_tile(index + tile_step<C>());
-            if (index >= args.tiles) {
+            if (index >= end_tile<C>(args)) {
+                if (late) send_late(before, rounded);
                 index = done;
                 break;
             }
-            retire_output();
+            const bool keep = same_keys<C>(args, done, index);
+            if constexpr (C::kResident) leave(done, keep);
             wait_keys();
             take_queries();
             take_turn();
             issue_scores(s);
+            if (C::kResident) pass_turn();
+            if (late) send_late(before, rounded);
             wait_values();
-            issue_output<true>(o, p);
-            start(index, left, tail);
+            issue_output<!C::kResident>(o, p);
+            start(index, left, tail, keep);
             recorder.enter(Phase::kEpilogue);
             finish_rows(done, softmax, factor);
             recorder.enter(Phase::kScores);
@@ -228,21 +227,18 @@ struct Consumer {
         recorder.enter(Phase::kOutput);
         wgmma_wait<0>();
         pin(o);
-        release_shared<C>(smem.v_empty(stage(step - 1)));
         store(index, o, factor);
-        if (C::kOutput != Output::kRegisters && threadIdx.x % 128 == 0) bulk_wait_group();
+        if (threadIdx.x % 32 == 0) bulk_wait_group();
         recorder.enter(Phase::kEnd);
     }
 
     // The exponentials of a tile's first block.
     __device__ __forceinline__ void open_rows(float (&s)[kScores], Scores& softmax, int& left, int tail) {
-        float unused[2];  // nothing has been accumulated against an earlier reference
-        release_shared<C>(smem.k_empty(stage(step)));
+        if constexpr (!C::kResident) release(smem.k_empty(stage(step)));
         release_queries(--left);
         recorder.enter(Phase::kSoftmax);
         if (tail < C::kTileN) Scores::mask(s, tail);
         softmax.begin(s);
-        softmax.subtract(s, unused);
         softmax.exponentiate(s);
         pin(s);
     }
@@ -257,7 +253,7 @@ struct Consumer {
             softmax.add(block_sum);
         } else {
             scores_again(s, index, block);
-            softmax.template subtract<true>(s, factor);
+            softmax.raise(s, factor);
             softmax.exponentiate(s);
         }
         pin(s);
@@ -304,15 +300,16 @@ struct Consumer {
         wgmma_wait<0>();
         pin(s);
         pin(o);
-        if (step > 0) release_shared<C>(smem.v_empty(stage(step - 1)));
+        if (!C::kResident && step > 0) release(smem.v_empty(stage(step - 1)));
         recorder.enter(Phase::kPack);
+        if constexpr (C::kResident) kept_values = step;
         ++step;
         Scores::template pack_fragments<Element>(s, p);
     }
 
     // The first tile from `index` on that has keys, or one past the last; those without get their zeros here.
     __device__ __forceinline__ int next_tile(int index) {
-        for (; index < args.tiles; index += tile_step<C>()) {
+        for (; index < end_tile<C>(args); index += tile_step<C>()) {
             const Tile tile = locate<C>(args, index);
             if (tile.blocks > 0) break;
             Rows<C, Element>{args, tile, group}.write_empty();
@@ -320,18 +317,34 @@ struct Consumer {
         return index;
     }
 
-    __device__ __forceinline__ void start(int index, int& left, int& tail) {
+    // After a tile's last scores: back to its first block if the next tile has the same keys, or they may go.
+    __device__ __forceinline__ void leave(int index, bool keep) {
+        const uint32_t blocks = locate<C>(args, index).blocks;
+        if (keep) {
+            step -= blocks;
+            return;
+        }
+        for (uint32_t block = step - blocks; block < step; ++block) release(smem.k_empty(stage(block)));
+    }
+
+    // After the last P V of a tile whose keys went, and the first scores of the next.
+    __device__ __forceinline__ void release_values(int index) {
+        const uint32_t blocks = locate<C>(args, index).blocks;
+        for (uint32_t back = 2; back < 2 + blocks; ++back) release(smem.v_empty(stage(step - back)));
+    }
+
+    __device__ __forceinline__ void start(int index, int& left, int& tail, bool keep) {
         const Tile tile = locate<C>(args, index);
         left = tile.blocks;
         tail = tile.tail;
         state &= ~(kAccumulate | kClear);
-        if (tile.clear) state |= kClear;
+        if (tile.clear && !keep) state |= kClear;
     }
 
     // After the last scores of a tile. One comparison: of nested ones ptxas makes a divergent region, and keeps the
     // loop around it in vector registers.
     __device__ __forceinline__ void release_queries(int left) {
-        if (!C::kQInRegisters && (left | threadIdx.x % 32) == 0) mbarrier_arrive(smem.q_empty(group));
+        if (!C::kQInRegisters && (left | threadIdx.x % 32) == 0) mbarrier_arrive(smem.q_empty(group, query_buffer(1)));
     }
 
     // A finished tile's LSEs, and what its O is to be multiplied by.
@@ -340,40 +353,50 @@ struct Consumer {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float sum = quad_sum(softmax.row_sum[row]);
-            inverse[row] = 1.0f / sum;
+            inverse[row] = rcp_approx_ftz(sum);  // not denormal: some exponential was 1 since the sum last shrank
             Rows<C, Element>{args, tile, group}.write_lse(row, softmax.log_sum(row, sum));
         }
     }
 
     __device__ __forceinline__ void store(int index, const float (&o)[kOutputs], const float (&inverse)[2]) {
         recorder.enter(Phase::kEpilogue);
-        const Tile tile = locate<C>(args, index);
-        const Rows<C, Element> rows{args, tile, group};
-        if constexpr (kOverQueries) state |= kStored;
-        if (args.splits > 1) {
-            rows.write_partial(o, inverse);
-            if constexpr (kOverQueries) named_sync(1 + group, 128);  // all warps have taken their queries
-        } else if constexpr (C::kOutput == Output::kRegisters) {
-            rows.write(o, inverse);
-        } else {
-            // The buffer is free: once the copy engine has read the tile before, or all warps have taken their queries.
-            if (!kOverQueries && threadIdx.x % 128 == 0) bulk_wait_group_read();
-            named_sync(1 + group, 128);
-            rows.stage(smem.o(group), o, inverse);
-            fence_proxy_async_smem();
-            named_sync(1 + group, 128);
-            if (threadIdx.x % 128 == 0) rows.send(smem.o(group), o_map);
-        }
+        if (args.splits.value > 1)
+            write_partial(index, o, inverse);
+        else
+            send(index, [&](int i) { return Rows<C, Element>::pair(o, inverse, i); });
     }
 
-    // Gives the queries' buffer back once the output in it has been read.
-    __device__ __forceinline__ void retire_output() {
-        if (!kOverQueries || !(state & kStored)) return;
-        state &= ~kStored;
-        if (threadIdx.x % 128 == 0) {
-            bulk_wait_group_read();
-            mbarrier_arrive(smem.q_empty(group));
-        }
+    __device__ __forceinline__ void write_partial(int index, const float (&o)[kOutputs], const float (&inverse)[2]) {
+        const Tile tile = locate<C>(args, index);
+        Rows<C, Element>{args, tile, group}.write_partial(o, inverse);
+    }
+
+    template <typename Get>
+    __device__ __forceinline__ void send(int index, const Get& get) {
+        const Tile tile = locate<C>(args, index);
+        const Rows<C, Element> rows{args, tile, group};
+        // The copy engine may still read the tile before.
+        if (threadIdx.x % 32 == 0) bulk_wait_group_read();
+        __syncwarp();
+        rows.stage(smem.o(group), get);
+        fence_proxy_async_smem();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) rows.send(smem.o(group), o_map);
+    }
+
+    // For a tile with one block of keys, whose O can wait until the next scores are on their way: they find the tensor
+    // core idle otherwise. Of what the next P V overwrites, ptxas lets nothing be read behind those scores: hence
+    // `rounded`.
+    __device__ __forceinline__ void put_off(int index, const float (&o)[kOutputs], const float (&inverse)[2],
+                                            uint32_t (&rounded)[kOutputs / 2]) {
+        recorder.enter(Phase::kEpilogue);
+        if (args.splits.value > 1) return write_partial(index, o, inverse);
+#pragma unroll
+        for (int i = 0; i < kOutputs / 2; ++i) rounded[i] = Rows<C, Element>::pair(o, inverse, i);
+    }
+
+    __device__ __forceinline__ void send_late(int index, const uint32_t (&rounded)[kOutputs / 2]) {
+        if (args.splits.value == 1) send(index, [&](int i) { return rounded[i]; });
     }
 };
 

@@ -1,4 +1,4 @@
-// From accumulators to global memory: staged through shared memory and TMA, or straight from registers.
+// From accumulators to global memory: O through shared memory and TMA, LSE and partial sums straight.
 #pragma once
 
 #include "tile.cuh"
@@ -6,28 +6,20 @@
 namespace videoattn::hopper {
 
 // Byte address of the 16-byte piece that lane `lane` hands to ldmatrix or stmatrix .x4 for the 16 x 16 block at
-// (16 * warp, 16 * step) of a swizzled [head_dim / 64][64][64] tile.
-__device__ __forceinline__ uint32_t fragment_address(uint32_t tile, int warp, int lane, int step) {
-    const int row = 16 * warp + lane % 16;
+// (row, 16 * step) of a swizzled [head_dim / 64][kRows][64] tile.
+template <int kRows>
+__device__ __forceinline__ uint32_t fragment_address(uint32_t tile, int row, int lane, int step) {
+    row += lane % 16;
     const int piece = 2 * (step % 4) + lane / 16;
-    return tile + (step / 4) * (kGroupRows * 128) + row * 128 + ((piece ^ (row & 7)) << 4);
+    return tile + (step / 4) * (kRows * 128) + row * 128 + ((piece ^ (row & 7)) << 4);
 }
 
-// Lane c of a quad gives word j of column j and gets word c of every lane: a 4 x 4 transposition.
-__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) {
-    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? w[j] : w[j + 1], 1);
-        w[j] = odd ? got : w[j];
-        w[j + 1] = odd ? w[j + 1] : got;
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? w[j] : w[j + 2], 2);
-        w[j] = high ? got : w[j];
-        w[j + 2] = high ? w[j + 2] : got;
-    }
+// The thread's number. What is computed from it is computed anew: the compiler would keep it from one tile to the next, in
+// registers that there are not.
+__device__ __forceinline__ uint32_t fresh_thread() {
+    uint32_t thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
 }
 
 // What a consumer's threads write of a tile; `group` is the consumer.
@@ -47,15 +39,14 @@ struct Rows {
 
     // Index of a query row among all rows, `split`s outermost.
     __device__ __forceinline__ int64_t flat_row(int position) const {
-        const int64_t pair = static_cast<int64_t>(tile.split * args.batch + tile.batch) * args.heads + tile.head;
+        const int64_t pair = static_cast<int64_t>(tile.split * args.batch + tile.batch) * args.heads.value + tile.head;
         return pair * args.q_len + position;
     }
 
     __device__ __forceinline__ void write_lse(int row, float value) const {
-        float* lse = args.splits > 1 ? args.partial_lse : args.lse;
         const int query = position(row);
-        if (lse == nullptr || threadIdx.x % 4 != 0 || query >= args.q_len) return;
-        lse[flat_row(query)] = value;
+        if (args.lse == nullptr || threadIdx.x % 4 != 0 || query >= args.q_len) return;
+        args.lse[flat_row(query)] = value;
     }
 
     __device__ __forceinline__ void write_partial(const float (&o)[kOutputs], const float (&inverse)[2]) const {
@@ -71,30 +62,10 @@ struct Rows {
         }
     }
 
-    // Without shared memory: a quad holds a row's 8-column blocks by pairs of columns, and stores whole blocks.
-    __device__ __forceinline__ void write(const float (&o)[kOutputs], const float (&inverse)[2]) const {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            const int query = position(row);
-            const bool valid = query < args.q_len;
-            Element* target = at<Element>(args.out, tile, valid ? query : 0) + 8 * (threadIdx.x % 4);
-#pragma unroll
-            for (int block = 0; block < C::kHeadDim / 8; block += 4) {
-                uint32_t w[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    w[j] = pack<Element>(o[4 * (block + j) + 2 * row] * inverse[row],
-                                         o[4 * (block + j) + 2 * row + 1] * inverse[row]);
-                transpose_quad(w);
-                if (valid) *reinterpret_cast<uint4*>(target + 8 * block) = make_uint4(w[0], w[1], w[2], w[3]);
-            }
-        }
-    }
-
     // Zeros and LSE -inf: a tile without keys.
     __device__ __forceinline__ void write_empty() const {
         for (int row = 0; row < 2; ++row) write_lse(row, -INFINITY);
-        if (args.splits > 1) {
+        if (args.splits.value > 1) {
             const float o[kOutputs] = {}, inverse[2] = {};
             write_partial(o, inverse);
             return;
@@ -110,24 +81,32 @@ struct Rows {
         }
     }
 
-    // Scaled and rounded into a swizzled tile in shared memory.
-    __device__ __forceinline__ void stage(uint32_t buffer, const float (&o)[kOutputs],
-                                          const float (&inverse)[2]) const {
-        const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    // Where in the consumer's buffer a warp's rows wait for their way out.
+    static __device__ __forceinline__ uint32_t own(uint32_t buffer, int warp) {
+        return buffer + warp * (kWarpRows * C::kHeadDim * 2);
+    }
+
+    // Two neighbouring values of the thread's part of O, scaled and rounded.
+    static __device__ __forceinline__ uint32_t pair(const float (&o)[kOutputs], const float (&inverse)[2], int i) {
+        return pack<Element>(o[2 * i] * inverse[i % 2], o[2 * i + 1] * inverse[i % 2]);
+    }
+
+    // The warp's rows, whose pairs `get` gives, into a swizzled tile in shared memory.
+    template <typename Get>
+    __device__ __forceinline__ void stage(uint32_t buffer, const Get& get) const {
+        const uint32_t thread = fresh_thread();
+        const int warp = thread % 128 / 32, lane = thread % 32;
 #pragma unroll
-        for (int step = 0; step < C::kHeadDim / 16; ++step) {
-            uint32_t r[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                r[i] = pack<Element>(o[8 * step + 2 * i] * inverse[i % 2], o[8 * step + 2 * i + 1] * inverse[i % 2]);
-            stmatrix_x4(fragment_address(buffer, warp, lane, step), r[0], r[1], r[2], r[3]);
-        }
+        for (int step = 0; step < C::kHeadDim / 16; ++step)
+            stmatrix_x4(fragment_address<kWarpRows>(own(buffer, warp), 0, lane, step), get(4 * step),
+                        get(4 * step + 1), get(4 * step + 2), get(4 * step + 3));
     }
 
     __device__ __forceinline__ void send(uint32_t buffer, const CUtensorMap& o_map) const {
-        const int row = tile.row + group * kGroupRows;
+        const int warp = fresh_thread() % 128 / 32;
+        const int row = tile.row + group * kGroupRows + warp * kWarpRows;
         if (row >= args.q_len) return;
-        tma_store(&o_map, buffer, row, tile.head, tile.batch);
+        tma_store(&o_map, own(buffer, warp), row, tile.head, tile.batch);
         bulk_commit_group();
     }
 };

@@ -9,46 +9,40 @@ template <typename Config>
 int splits(const VideoattnCall& call) {
     const int64_t blocks = ceil_div(call.kv_len, Config::kTileN);
     if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
-    const int64_t items = ceil_div(call.q_len, Config::kTileM * Config::kCluster) * call.heads;
-    return choose_splits(items, blocks, call.num_sms / Config::kCluster);
+    const int64_t items = ceil_div(call.q_len, Config::kTileM) * call.heads;
+    return choose_splits(items, blocks, call.num_sms);
 }
 
 hopper::Strided strided(const VideoattnTensor& tensor) {
     return {tensor.data, tensor.stride_batch, tensor.stride_seq, tensor.stride_head};
 }
 
-// The map of K or V whose boxes are what one CTA loads of a tile.
-template <typename Config>
-VideoattnTensorMap slice_map(const VideoattnCall& call, const VideoattnTensor& tensor) {
-    VideoattnTensorMap map = bshd_map(call, tensor, call.kv_len, Config::kSliceRows, kPromote256B);
-    map.box[2] = Config::kSliceColumns / 64;
-    return map;
-}
-
 template <typename Config>
 int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
     hopper::Args args{};
-    args.splits = call.workspace == nullptr ? 1 : splits<Config>(call);
-    if (args.splits > 1) {
+    args.lse = call.lse;
+    int parts = call.workspace == nullptr ? 1 : splits<Config>(call);
+    if (parts > 1) {
         args.partial_out = static_cast<float*>(call.workspace);
-        args.partial_lse = args.partial_out + workspace_of(call, args.splits).output_bytes / 4;
+        args.lse = args.partial_out + workspace_of(call, parts).output_bytes / 4;
     }
 #ifdef VIDEOATTN_PROFILE
-    args.splits = 1;
+    parts = 1;
     args.profile = static_cast<uint64_t*>(call.workspace);
 #endif
-    args.lse = call.lse;
     args.kv_lengths = call.kv_lengths;
     args.q = strided(call.q);
     args.k = strided(call.k);
     args.out = strided(call.out);
     args.batch = static_cast<int32_t>(call.batch);
-    args.heads = static_cast<int32_t>(call.heads);
+    args.heads = Divisor(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
-    args.q_tiles = static_cast<int32_t>(ceil_div(call.q_len, Config::kTileM * Config::kCluster));
+    const int64_t q_tiles = ceil_div(call.q_len, Config::kTileM);
+    args.q_tiles = Divisor(q_tiles);
+    args.splits = Divisor(parts);
     // The kernel counts tiles in 32 bits and steps past the last one by a grid.
-    const double tiles = static_cast<double>(args.q_tiles) * args.splits * call.heads * call.batch;
+    const double tiles = static_cast<double>(q_tiles) * parts * call.heads * call.batch;
     if (tiles > 2147000000.0 || call.grid > 65535)
         return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f query tiles are more than one launch can count", tiles);
     args.tiles = static_cast<int32_t>(tiles);
@@ -56,38 +50,48 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
 
     const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
     if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
-    snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d_%s", Config::kHeadDim, Config::kTileN,
-             call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
-    const int64_t clusters = wanted < Config::kCluster ? 1 : wanted / Config::kCluster;
-    plan->grid[0] = static_cast<uint32_t>(Config::kCluster * (clusters < args.tiles ? clusters : args.tiles));
+    snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d%s_%s", Config::kHeadDim, Config::kTileN,
+             Config::kResident ? "_short" : "", call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
+    plan->grid[0] = static_cast<uint32_t>(wanted < args.tiles ? wanted : args.tiles);
     plan->grid[1] = plan->grid[2] = 1;
+    args.share = args.tiles / static_cast<int32_t>(plan->grid[0]);
+    args.more = args.tiles % static_cast<int32_t>(plan->grid[0]);
     plan->block[0] = Config::kThreads;
     plan->block[1] = plan->block[2] = 1;
-    plan->cluster[0] = Config::kCluster;
-    plan->cluster[1] = plan->cluster[2] = 1;
+    plan->cluster[0] = plan->cluster[1] = plan->cluster[2] = 1;
     plan->dynamic_smem = Config::kSmemBytes;
     add_map(plan, bshd_map(call, call.q, call.q_len, hopper::kGroupRows, kPromote128B));
-    add_map(plan, slice_map<Config>(call, call.k));
-    add_map(plan, slice_map<Config>(call, call.v));
-    add_map(plan, bshd_map(call, call.out, call.q_len, hopper::kGroupRows, kPromoteNone));
+    add_map(plan, bshd_map(call, call.k, call.kv_len, Config::kTileN, kPromote256B));
+    add_map(plan, bshd_map(call, call.v, call.kv_len, Config::kTileN, kPromote256B));
+    add_map(plan, bshd_map(call, call.out, call.q_len, hopper::kWarpRows, kPromoteNone));
     add_args(plan, args);
     return VIDEOATTN_OK;
 }
 
-// Calls `use` with the configuration for the call: at head dim 64 the key tile that takes least time. A tile's keys
-// cost a tenth more where row maxima come before exponentials.
+// Keys as a configuration computes them, whole tiles.
+template <typename Config>
+int64_t padded(const VideoattnCall& call) {
+    return ceil_div(call.kv_len, Config::kTileN) * Config::kTileN;
+}
+
+// Whether the keys stay in shared memory.
+template <typename Config>
+bool stay(const VideoattnCall& call) {
+    return call.kv_len <= Config::kStages * Config::kTileN;
+}
+
+// Calls `use` with the configuration for the call: at head dim 64 the key tile that takes least time, the wider of two
+// where padding comes out the same.
 template <typename Use>
 int with_config(const VideoattnCall& call, const Use& use) {
     using namespace hopper;
-    if (call.head_dim == 128) return use(D128N128{});
-    const auto cost = [&](auto config) {
-        using Config = decltype(config);
-        return ceil_div(call.kv_len, Config::kTileN) * Config::kTileN * (Config::kCheckLate ? 10 : 11);
-    };
+    if (call.head_dim == 128) return stay<D128N128Short>(call) ? use(D128N128Short{}) : use(D128N128{});
+    if (stay<D64N96Short>(call)) {
+        const bool narrow = padded<D64N64Short>(call) < padded<D64N96Short>(call);
+        return narrow ? use(D64N64Short{}) : use(D64N96Short{});
+    }
     if (call.kv_len > kShortKeys) return use(D64N112{});
-    const int64_t narrow = cost(D64N96{}), middle = cost(D64N112{}), wide = cost(D64N128{});
-    if (wide < narrow && wide < middle) return use(D64N128{});
-    return narrow < middle ? use(D64N96{}) : use(D64N112{});
+    return padded<D64N96>(call) < padded<D64N112>(call) ? use(D64N96{}) : use(D64N112{});
 }
 
 }  // namespace

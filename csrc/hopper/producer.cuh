@@ -6,63 +6,59 @@
 
 namespace videoattn::hopper {
 
-// This CTA's slice of a K or V tile, for all CTAs of its cluster.
-template <typename C>
-__device__ __forceinline__ void load_slice(uint32_t target, const CUtensorMap* map, uint32_t barrier, int row,
-                                           int head, int batch) {
-    if constexpr (C::kCluster == 1) {
-        tma_load(target, map, barrier, row, head, batch);
-    } else {
-        const int rank = rank_in_cluster<C>();
-        const bool by_columns = C::kSliceColumns < C::kHeadDim;
-        tma_load_multicast(target + rank * C::kSliceBytes, map, barrier, by_columns ? row : row + rank * C::kSliceRows,
-                           by_columns ? rank : 0, head, batch, (1 << C::kCluster) - 1);
-    }
-}
-
 // Keys of a step come before the values of the step before it: the order in which the consumers need them.
 template <typename C>
 __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q_map, const CUtensorMap& k_map,
                                      const CUtensorMap& v_map, const Args& args) {
-    constexpr bool kShared = C::kCluster > 1;
     Recorder recorder(args, C::kConsumers + 1, 0, true);
     Ring<C> keys, values;
     uint32_t queries = 0;  // tiles whose queries were asked for
     int value_row = -1, value_head = 0, value_batch = 0;
     const auto load_values = [&] {
         recorder.enter(Phase::kValueBuffer);
-        mbarrier_wait<kShared>(smem.v_empty(values.stage), values.phase ^ 1);
+        mbarrier_wait(smem.v_empty(values.stage), values.phase ^ 1);
         recorder.enter(Phase::kLoad);
         mbarrier_arrive_expect_tx(smem.v_full(values.stage), C::kKvBytes);
-        load_slice<C>(smem.v(values.stage), &v_map, smem.v_full(values.stage), value_row, value_head, value_batch);
+        tma_load(smem.v(values.stage), &v_map, smem.v_full(values.stage), value_row, value_head, value_batch);
         values.advance();
     };
-    for (int index = first_tile<C>(); index < args.tiles; index += tile_step<C>()) {
+    const auto load_queries = [&](const Tile& tile) {
+        const int buffer = queries % C::kQueryBuffers;
+        for (int group = 0; group < C::kConsumers; ++group) {
+            recorder.enter(Phase::kQueryBuffer);
+            mbarrier_wait(smem.q_empty(group, buffer), queries / C::kQueryBuffers & 1 ^ 1);
+            recorder.enter(Phase::kLoad);
+            mbarrier_arrive_expect_tx(smem.q_full(group, buffer), C::kGroupBytes);
+            tma_load(smem.q(group, buffer), &q_map, smem.q_full(group, buffer), tile.row + group * kGroupRows,
+                     tile.head, tile.batch);
+        }
+        ++queries;
+    };
+    const int first = first_tile<C>(args), end = end_tile<C>(args);
+    for (int index = first; index < end; index += tile_step<C>()) {
         const Tile tile = locate<C>(args, index);
+        if (index > first && same_keys<C>(args, index - 1, index)) {
+            if (tile.blocks > 0) load_queries(tile);
+            continue;
+        }
         for (int block = tile.blocks - 1; block >= 0; --block) {
             recorder.enter(Phase::kKeyBuffer);
-            mbarrier_wait<kShared>(smem.k_empty(keys.stage), keys.phase ^ 1);
+            mbarrier_wait(smem.k_empty(keys.stage), keys.phase ^ 1);
             recorder.enter(Phase::kLoad);
             mbarrier_arrive_expect_tx(smem.k_full(keys.stage), C::kKvBytes);
             const int row = (tile.first_block + block) * C::kTileN;
-            load_slice<C>(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
+            tma_load(smem.k(keys.stage), &k_map, smem.k_full(keys.stage), row, tile.head, tile.batch);
             keys.advance();
-            if (block == tile.blocks - 1) {
-                const int buffer = queries % C::kQueryBuffers;
-                for (int group = 0; group < C::kConsumers; ++group) {
-                    recorder.enter(Phase::kQueryBuffer);
-                    mbarrier_wait(smem.q_empty(group, buffer), queries / C::kQueryBuffers & 1 ^ 1);
-                    recorder.enter(Phase::kLoad);
-                    mbarrier_arrive_expect_tx(smem.q_full(group, buffer), C::kGroupBytes);
-                    tma_load(smem.q(group, buffer), &q_map, smem.q_full(group, buffer),
-                             tile.row + group * kGroupRows, tile.head, tile.batch);
-                }
-                ++queries;
-            }
+            if (block == tile.blocks - 1) load_queries(tile);
             if (value_row >= 0) load_values();
             value_row = row;
             value_head = tile.head;
             value_batch = tile.batch;
+        }
+        // Later tiles of the head load no keys, and these values must not wait for the next head's.
+        if (C::kResident && value_row >= 0) {
+            load_values();
+            value_row = -1;
         }
     }
     if (value_row >= 0) load_values();
@@ -75,7 +71,9 @@ __device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const A
     constexpr int kBoxRows = C::kTileN * (C::kHeadDim / 64);
     const int lane = threadIdx.x % 32;
     Ring<C> values;
-    for (int index = first_tile<C>(); index < args.tiles; index += tile_step<C>()) {
+    const int first = first_tile<C>(args), end = end_tile<C>(args);
+    for (int index = first; index < end; index += tile_step<C>()) {
+        if (index > first && same_keys<C>(args, index - 1, index)) continue;
         const Tile tile = locate<C>(args, index);
         for (int block = 0; block < tile.blocks; ++block) {
             mbarrier_wait(smem.v_full(values.stage), values.phase);
@@ -87,7 +85,7 @@ __device__ __forceinline__ void clear_value_tails(const Shared<C>& smem, const A
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(smem.v_clean(values.stage));
             }
-            release_shared<C>(smem.v_empty(values.stage));
+            if (lane == 0) mbarrier_arrive(smem.v_empty(values.stage));
             values.advance();
         }
     }

@@ -33,44 +33,21 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier that lies at the same address in CTA `rank` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-
-// kCluster: whether threads of other CTAs arrive at the barrier, so that their accesses must be seen too.
-template <bool kCluster>
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
-    if constexpr (kCluster) {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.b32 %0, 1, 0, p;\n}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } else {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.b32 %0, 1, 0, p;\n}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    }
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
     return done != 0;
 }
 
-template <bool kCluster = false>
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #ifdef VIDEOATTN_BOUNDED_WAITS
-    for (int tries = 0; !mbarrier_try_wait<kCluster>(barrier, parity); ++tries) {
+    for (int tries = 0; !mbarrier_try_wait(barrier, parity); ++tries) {
         if (tries == VIDEOATTN_BOUNDED_WAITS) {
             printf("videoattn: CTA %d thread %d: barrier at shared address %u never completed phase parity %u\n",
                    blockIdx.x, threadIdx.x, barrier, parity);
@@ -78,21 +55,9 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         }
     }
 #else
-    while (!mbarrier_try_wait<kCluster>(barrier, parity)) {
+    while (!mbarrier_try_wait(barrier, parity)) {
     }
 #endif
-}
-
-// ---- clusters (PTX ISA 9.7.13.4) ----
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- named barriers ----
@@ -117,16 +82,6 @@ __device__ __forceinline__ void tma_load(uint32_t smem, const CUtensorMap* map, 
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %3, %5, %6}], [%2];" ::"r"(smem),
         "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(head), "r"(batch)
-        : "memory");
-}
-
-// Writes the box to the same place in every CTA of `mask` and tells the barrier at the same address there.
-__device__ __forceinline__ void tma_load_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int row,
-                                                   int column_block, int head, int batch, uint16_t mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem),
-        "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(column_block), "r"(head), "r"(batch), "h"(mask)
         : "memory");
 }
 
@@ -224,16 +179,15 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
     return packed;
 }
 
-// fmaxf would return the other operand for a NaN.
-__device__ __forceinline__ float max_nan(float a, float b) {
-    float d;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
-    return d;
-}
-
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -11,11 +11,8 @@ namespace videoattn::hopper {
 // A row's "reference" is the running row maximum, m elsewhere, but one that may lag the true maximum: FA4's conditional
 // rescaling (FA4 paper, section 3.1.2). bf16, fp16 and the fp32 sums hold what P becomes by it without loss.
 
-// Without late checks: by how many powers of two it may lag before it moves and O is rescaled. P stays below 2^8.
-constexpr float kRescaleThreshold = 8.0f;
-
-// With late checks: what a thread's share of the block (kTileN / 4 values a row) may sum to before the reference moves.
-// P stays below 2^10, and many moderately large values move it too.
+// What a thread's share of a block (kTileN / 4 values a row) may sum to before the reference moves. P stays below 2^10,
+// and many moderately large values move it too.
 constexpr float kTrustedSum = 1024.0f;
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -28,30 +25,12 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// 2^x on the FMA pipe: the fraction by a cubic (relative minimax on [0, 1], error 7.5e-5, below the rounding of P to
-// bf16 or fp16), the integer part added to the exponent (FA4 paper, section 3.1.3). x below -126 counts as -126; above,
-// it must stay below 128, or kClampAbove makes it 128, whose 2^x comes out finite and above 2^127. NaN comes out as
-// 3.4e38, which bf16 and fp16 round to infinity, or with kClampAbove as 128 does: no late check lets that pass.
-template <bool kClampAbove>
-__device__ __forceinline__ float exp2_soft(float x) {
-    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: the sum's low mantissa bits are floor(x)
-    x = max_nan(x, -126.0f);
-    if constexpr (kClampAbove) x = fminf(x, 128.0f);
-    const float shifted = __fadd_rd(x, kMagic);
-    const float fraction = x - (shifted - kMagic);
-    float y = fmaf(fraction, 0.07802452147006989f, 0.22606715559959412f);
-    y = fmaf(y, fraction, 0.6958335638046265f);
-    y = fmaf(y, fraction, 0.9999251961708069f);
-    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
-}
-
 __device__ __forceinline__ int quad_max(int x) {
     x = max(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// kSoftBlocks of the 8-column blocks take their exponentials on the FMA pipe.
-template <int kColumns, int kSoftBlocks>
+template <int kColumns>
 struct Softmax {
     static constexpr int kBlocks = kColumns / 8;
 
@@ -67,11 +46,6 @@ struct Softmax {
 
     __device__ __forceinline__ explicit Softmax(float scale_log2_) : scale_log2(scale_log2_) {}
 
-    // Spread evenly, so that both pipes always have work.
-    static constexpr __device__ bool is_soft(int block) {
-        return (block + 1) * kSoftBlocks / kBlocks > block * kSoftBlocks / kBlocks;
-    }
-
     // Columns at and past `valid` of this tile leave the softmax.
     static __device__ __forceinline__ void mask(float (&s)[kColumns / 2], int valid) {
         const int first = 2 * (threadIdx.x % 4);
@@ -83,8 +57,9 @@ struct Softmax {
         }
     }
 
-    // Begins a tile's rows: its first block's own maxima are the reference.
-    __device__ __forceinline__ void begin(const float (&s)[kColumns / 2]) {
+    // Begins a tile's rows: its first block's own maxima are the reference, and s becomes scale_log2 * s - shift, at
+    // most 0.
+    __device__ __forceinline__ void begin(float (&s)[kColumns / 2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             float a = fmaxf(s[2 * row], s[2 * row + 1]);
@@ -95,17 +70,24 @@ struct Softmax {
                 b = fmaxf(b, fmaxf(s[4 * block + 4 + 2 * row], s[4 * block + 4 + 2 * row + 1]));
             }
             const float top = quad_max(fmaxf(a, b));
-            shift[row] = top == -INFINITY ? 0.0f : top * scale_log2;
+            // Rounded up: half a unit in the last place of a large maximum is more than an exponential can take.
+            shift[row] = top == -INFINITY ? 0.0f : __fmul_ru(top, scale_log2);
             row_sum[row] = 0.0f;
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[4 * block + 2 * row + e];
+                    x = fmaf(x, scale_log2, -shift[row]);
+                }
+            }
         }
     }
 
-    // s becomes scale_log2 * s - shift. Where a row of the warp exceeds the threshold its reference moves; true: O
-    // must be multiplied by `factor`. kMoveAlways: every reference that its row exceeds at all moves. Above 0 floats
-    // order as integers, and nothing below 0 matters here, so that one three-way integer maximum replaces two
-    // floating-point ones.
-    template <bool kMoveAlways = false>
-    __device__ __forceinline__ bool subtract(float (&s)[kColumns / 2], float (&factor)[2]) {
+    // s becomes scale_log2 * s - shift after every reference that its row exceeds has moved up to it; O must be multiplied
+    // by `factor`. Above 0 floats order as integers, and nothing below 0 matters here, so that one three-way integer
+    // maximum replaces two floating-point ones.
+    __device__ __forceinline__ void raise(float (&s)[kColumns / 2], float (&factor)[2]) {
         int top[2] = {0, 0};
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
@@ -118,12 +100,10 @@ struct Softmax {
                 top[row] = max(max(__float_as_int(a), __float_as_int(b)), top[row]);
             }
         }
-        constexpr float kThreshold = kMoveAlways ? 0.0f : kRescaleThreshold;
-        if (!kMoveAlways && !__any_sync(0xffffffffu, max(top[0], top[1]) > __float_as_int(kThreshold))) return false;
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float above = __int_as_float(quad_max(top[row]));
-            const float move = above <= kThreshold ? 0.0f : above;  // NaN moves too: sum and O become NaN
+            const float move = above <= 0.0f ? 0.0f : above;  // NaN moves too: sum and O become NaN
             shift[row] += move;
             factor[row] = ex2_approx_ftz(-move);
             row_sum[row] *= factor[row];
@@ -133,7 +113,6 @@ struct Softmax {
                 s[4 * block + 2 * row + 1] -= move;
             }
         }
-        return true;
     }
 
     // s becomes exp2(s); sums are the thread's own.
@@ -146,7 +125,7 @@ struct Softmax {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
-                    x = is_soft(block) ? exp2_soft<false>(x) : ex2_approx_ftz(x);
+                    x = ex2_approx_ftz(x);
                     sum[e] += x;
                 }
             }
@@ -154,7 +133,7 @@ struct Softmax {
         }
     }
 
-    // subtract and exponentiate in one, against the references as they stand; `sum` is the block's alone. Elements
+    // s becomes exp2(scale_log2 * s - shift), against the references as they stand; `sum` is the block's alone. Elements
     // far above their row's reference show in a sum above kTrustedSum: false where a row of the warp has one, and
     // lower() must follow.
     __device__ __forceinline__ bool exponentiate_unchecked(float (&s)[kColumns / 2], float (&sum)[2]) const {
@@ -166,8 +145,7 @@ struct Softmax {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = s[4 * block + 2 * row + e];
-                    x = fmaf(x, scale_log2, -shift[row]);
-                    x = is_soft(block) ? exp2_soft<true>(x) : ex2_approx_ftz(x);
+                    x = ex2_approx_ftz(fmaf(x, scale_log2, -shift[row]));
                     part[e] += x;
                 }
             }

@@ -6,8 +6,7 @@
 
 namespace videoattn::hopper {
 
-// 64 kConsumers query rows against a run of key blocks of one head. Rows past q_len, in a cluster all of a CTA's, are
-// computed and not stored.
+// 64 kConsumers query rows against a run of key blocks of one head. Rows past q_len are computed and not stored.
 struct Tile {
     int batch, head, row;     // first query row
     int split, first_block, blocks;
@@ -15,44 +14,52 @@ struct Tile {
     bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
 };
 
-// The CTAs of a cluster work on neighbouring query tiles of the same head, against the same keys: the place in the
-// cluster is the lowest digit of a tile's number, and all CTAs of a cluster count the others alike.
+// A CTA takes every gridDim.x-th tile, so that all CTAs work on the same heads at a time, or, where K and V stay, a run of
+// neighbours.
 template <typename C>
-__device__ __forceinline__ int first_tile() {
-    return blockIdx.x / C::kCluster;
+__device__ __forceinline__ int first_tile(const Args& args, int cta = blockIdx.x) {
+    return C::kResident ? cta * args.share + min(cta, args.more) : cta;
+}
+
+// One past the last.
+template <typename C>
+__device__ __forceinline__ int end_tile(const Args& args) {
+    return C::kResident ? first_tile<C>(args, blockIdx.x + 1) : args.tiles;
 }
 
 template <typename C>
 __device__ __forceinline__ int tile_step() {
-    return gridDim.x / C::kCluster;
+    return C::kResident ? 1 : gridDim.x;
 }
 
+// Whether tile `index` finds in shared memory what tile `before` of this CTA used.
 template <typename C>
-__device__ __forceinline__ int rank_in_cluster() {
-    return C::kCluster == 1 ? 0 : static_cast<int>(cluster_rank());
+__device__ __forceinline__ bool same_keys(const Args& args, int before, int index) {
+    return C::kResident && args.q_tiles.divide(before) == args.q_tiles.divide(index);
 }
 
 template <typename C>
 __device__ __forceinline__ Tile locate(const Args& args, int index) {
     Tile tile;
-    int rest = index / args.q_tiles;
-    tile.row = ((index - rest * args.q_tiles) * C::kCluster + rank_in_cluster<C>()) * C::kTileM;
+    int rest = args.q_tiles.divide(index);
+    tile.row = (index - rest * args.q_tiles.value) * C::kTileM;
     tile.split = rest;
-    if (args.splits > 1) {
-        rest /= args.splits;
-        tile.split -= rest * args.splits;
+    if (args.splits.value > 1) {
+        rest = args.splits.divide(rest);
+        tile.split -= rest * args.splits.value;
     } else {
         tile.split = 0;
     }
-    tile.batch = rest / args.heads;
-    tile.head = rest - tile.batch * args.heads;
+    tile.batch = args.heads.divide(rest);
+    tile.head = rest - tile.batch * args.heads.value;
     int length = args.kv_len;
     if (args.kv_lengths != nullptr) length = max(0, min(__ldg(args.kv_lengths + tile.batch), args.kv_len));
     const int blocks = (length + C::kTileN - 1) / C::kTileN;
     tile.first_block = 0;
     tile.blocks = blocks;
-    if (args.splits > 1) {
-        const auto first = [&](int split) { return static_cast<int>(static_cast<int64_t>(blocks) * split / args.splits); };
+    if (args.splits.value > 1) {
+        // At most kMaxSplits x 2^31 / kTileN, below 2^31.
+        const auto first = [&](int split) { return args.splits.divide(blocks * split); };
         tile.first_block = first(tile.split);
         tile.blocks = first(tile.split + 1) - tile.first_block;
     }
@@ -93,18 +100,6 @@ struct Shared {
     __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }
     __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
 };
-
-// One arrival of the calling warp at a barrier of every CTA of the cluster: all of them write into the buffer that it
-// guards.
-template <typename C>
-__device__ __forceinline__ void release_shared(uint32_t barrier) {
-    const uint32_t lane = threadIdx.x % 32;
-    if constexpr (C::kCluster == 1) {
-        if (lane == 0) mbarrier_arrive(barrier);
-    } else {
-        if (lane < C::kCluster) mbarrier_arrive_cluster(barrier, lane);
-    }
-}
 
 // A position in the ring of key or value buffers.
 template <typename C>

@@ -110,17 +110,19 @@ def test_every_tail(head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("grid", [1, 2, 7, 132])
-def test_many_tiles_per_cta(head_dim, grid):
-    check(*inputs(2, 3, 700, 333, head_dim, torch.bfloat16), grid=grid)
+@pytest.mark.parametrize("kv_len", [90, 128, 250, 333])
+def test_many_tiles_per_cta(head_dim, grid, kv_len):
+    check(*inputs(2, 3, 700, kv_len, head_dim, torch.bfloat16), grid=grid)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_key_lengths_hide_nan(head_dim, dtype):
+@pytest.mark.parametrize("kv_len", [120, 250, 700])
+def test_key_lengths_hide_nan(head_dim, dtype, kv_len):
     values = [0, 1, 127, 128, 129, 333, 700, 9999, -5, 64]
-    q, k, v = inputs(len(values), 2, 260, 700, head_dim, dtype)
+    q, k, v = inputs(len(values), 2, 260, kv_len, head_dim, dtype)
     lengths = torch.tensor(values, dtype=torch.int32, device="cuda")
-    past = torch.arange(700, device="cuda") >= lengths[:, None]
+    past = torch.arange(kv_len, device="cuda") >= lengths[:, None]
     k = k.masked_fill(past[:, :, None, None], torch.nan)
     v = v.masked_fill(past[:, :, None, None], torch.inf)
     v[:, 1::2] = v[:, 1::2].masked_fill(past[:, 1::2, None, None], torch.nan)
@@ -228,15 +230,16 @@ def test_keys_that_are_not_finite(tile, dtype):
 
 def test_repeats_bitwise_and_ignores_neighbours():
     for head_dim in (64, 128):
-        q, k, v = inputs(3, 2, 500, 1000, head_dim, torch.bfloat16)
-        out, lse = launch(q, k, v)
-        assert lse is not None
-        again, lse_again = launch(q, k, v, grid=5)
-        assert torch.equal(out, again)
-        assert torch.equal(lse, lse_again)
-        for entry in range(3):
-            alone, _ = launch(q[entry : entry + 1], k[entry : entry + 1], v[entry : entry + 1])
-            assert torch.equal(alone[0], out[entry])
+        for kv_len in (200, 1000):
+            q, k, v = inputs(3, 2, 500, kv_len, head_dim, torch.bfloat16)
+            out, lse = launch(q, k, v)
+            assert lse is not None
+            again, lse_again = launch(q, k, v, grid=5)
+            assert torch.equal(out, again)
+            assert torch.equal(lse, lse_again)
+            for entry in range(3):
+                alone, _ = launch(q[entry : entry + 1], k[entry : entry + 1], v[entry : entry + 1])
+                assert torch.equal(alone[0], out[entry])
 
 
 def test_no_lse():
@@ -245,7 +248,14 @@ def test_no_lse():
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 4, 4096, 4096, 128), (2, 4, 6144, 1024, 64), (1, 8, 5525, 5525, 128), (1, 8, 259, 12288, 64)],
+    [
+        (1, 4, 4096, 4096, 128),
+        (2, 4, 6144, 1024, 64),
+        (1, 8, 5525, 5525, 128),
+        (1, 8, 259, 12288, 64),
+        (2, 32, 12288, 128, 128),
+        (1, 32, 12288, 259, 64),
+    ],
 )
 def test_video_shapes(shape):
     check(*inputs(*shape, torch.bfloat16))

@@ -40,9 +40,34 @@ def test_tails_and_many_tiles(head_dim, schedule):
     check(*inputs(1, 2, 100, 300, head_dim), schedule=schedule, grid=1)
 
 
+# Keys that stay in shared memory, with one, two and three blocks a head; at head dim 64 by both key tiles.
+SHORT = [(128, 100), (128, 256), (64, 90), (64, 126), (64, 250), (64, 259)]
+
+
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
+@pytest.mark.parametrize(("head_dim", "kv_len"), SHORT)
+def test_short_keys_are_loaded_once_a_head(head_dim, kv_len, schedule):
+    """Three heads of several query tiles on two CTAs: both change heads in the middle of their tiles."""
+    heads, rows = 3, 128 if head_dim == 128 else 192
+    q, k, v = inputs(1, heads, 3 * rows - 20, kv_len, head_dim)
+    *_, reports = simulated.run(q, k, v, scale=head_dim**-0.5, arch=90, schedule=SCHEDULES[schedule], grid=2)
+    (report,) = reports
+    loads = sum(
+        count
+        for name, count in report.counts["all"].items()
+        if name.startswith("cp.async.bulk.tensor") and "shared::cluster.global" in name
+    )
+    tile = {100: 128, 256: 128, 90: 96, 126: 64, 250: 64, 259: 96}[kv_len]
+    loaded_heads = heads + 1  # the second head is shared by both CTAs
+    assert loads == 2 * loaded_heads * -(-kv_len // tile) + heads * 3 * rows // 64
+    check(q, k, v, schedule=schedule, grid=2)
+    check(q, k, v, schedule=schedule, grid=1)
+
+
 @pytest.mark.parametrize("schedule", MOSTLY_SLOW)
 @pytest.mark.parametrize(
-    ("head_dim", "kv_len"), [(64, 300), (128, 300), pytest.param(64, 260, marks=pytest.mark.slow)]
+    ("head_dim", "kv_len"),
+    [(64, 300), (128, 300), (64, 260), (128, 256), pytest.param(64, 250, marks=pytest.mark.slow)],
 )
 def test_key_lengths_hide_nan(head_dim, kv_len, schedule):
     """Empty entries, lengths inside a block, at its end and past the tensor; what lies past them is NaN."""
@@ -58,14 +83,15 @@ def test_key_lengths_hide_nan(head_dim, kv_len, schedule):
 
 
 def test_half_precision_and_the_short_key_tile():
-    """fp16, and 259 keys, which take the 96-key tile."""
-    check(*inputs(1, 1, 130, 259, 64, torch.float16))
+    """fp16, and 370 keys, which take the 96-key tile."""
+    check(*inputs(1, 1, 130, 370, 64, torch.float16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_split_keys(head_dim):
     check(*inputs(1, 1, 64, 600, head_dim), splits=3)
+    check(*inputs(1, 2, 300, 250, head_dim), splits=2, grid=2)
 
 
 def test_views_of_a_fused_tensor():
@@ -105,11 +131,15 @@ PRODUCTS = [
     ("d128_n128", torch.bfloat16),
     ("d64_n112", torch.float16),
     ("d64_n96", torch.bfloat16),
-    ("d64_n128", torch.float16),
+    ("d128_n128_short", torch.float16),
+    ("d64_n96_short", torch.bfloat16),
+    ("d64_n64_short", torch.float16),
     pytest.param("d128_n128", torch.float16, marks=pytest.mark.slow),
     pytest.param("d64_n112", torch.bfloat16, marks=pytest.mark.slow),
     pytest.param("d64_n96", torch.float16, marks=pytest.mark.slow),
-    pytest.param("d64_n128", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("d128_n128_short", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("d64_n96_short", torch.float16, marks=pytest.mark.slow),
+    pytest.param("d64_n64_short", torch.bfloat16, marks=pytest.mark.slow),
 ]
 
 

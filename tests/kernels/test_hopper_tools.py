@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
@@ -18,6 +19,8 @@ import ncu_hopper
 import sanitize_hopper
 import sass_hopper
 import tune_hopper
+
+from videoattn.kernels import library
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +99,16 @@ def test_every_variant_names_choices_that_exist(tmp_path):
 def test_an_unknown_choice_is_named(tmp_path):
     with pytest.raises(SystemExit, match="no choice kStage"):
         tune_hopper.d128("a slip", kStage=3).write(tmp_path)
+
+
+def test_another_version_is_an_arm_by_its_name():
+    built = library.build()
+    name, loaded = tune_hopper.other(f"before={built}")
+    assert name == "before"
+    assert loaded.videoattn_attention.argtypes
+    for text in (str(built), "=x", "before=", f"before={built}x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="NAME=FILE"):
+            tune_hopper.other(text)
 
 
 def test_the_profile_tells_the_order_of_a_step(tmp_path):

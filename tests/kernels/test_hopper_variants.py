@@ -24,17 +24,14 @@ pytestmark = pytest.mark.slow
 
 # Together every choice that config.h offers beside the product's.
 CHECKED = {
-    **{
-        name: tune_hopper.VARIANTS[name]
-        for name in (
-            "d128_cluster",
-            "d128_n176",
-            "d128_stages3",
-            "d128_check_first",
-            "d128_two_query_buffers",
-        )
-    },
-    "d64_soft_early_turn": tune_hopper.d64("both", kSoftBlocks=2, kEarlyTurn=2),
+    name: tune_hopper.VARIANTS[name]
+    for name in (
+        "d128_two_query_buffers",
+        "d128_queries_in_smem",
+        "d64_no_turns",
+        "d128short_n64",
+        "d64short_two_consumers",
+    )
 }
 
 
@@ -79,24 +76,25 @@ def check(q, k, v, *, kv_lengths=None, schedule=None, **options):
     return out, lse
 
 
-def head_dim(variant):
-    return 128 if variant.config.startswith("D128") else 64
+def blocks(variant):
+    """Key blocks of a call for which the planner takes the variant's kernel."""
+    usual = {"D128N128": 3, "D64N112": 4, "D128N128Short": 2, "D64N96Short": 3}[variant.config]
+    return variant.choices.get("kStages", usual) if variant.config.endswith("Short") else usual
 
 
 def test_tiles_one_after_the_other(variant):
-    """One query tile and one key block a head; of a pair the second CTA has only rows past the end."""
-    check(*inputs(1, 2, 94, variant.tile - 3, head_dim(variant)), grid=1, schedule=Schedule.late())
+    """Two heads of two query tiles on one CTA."""
+    kv_len = blocks(variant) * variant.tile - 3
+    check(*inputs(1, 2, 202, kv_len, variant.head_dim), grid=1, schedule=Schedule.late())
 
 
 def test_key_lengths_and_parts(variant):
     lengths = torch.tensor([0, 1, variant.tile, 9999], dtype=torch.int32)
-    # Of 117 keys the planner would make one tile of 128 at head dim 64.
-    kv_len = variant.tile + 5 if head_dim(variant) == 128 else 3 * variant.tile - 32
-    q, k, v = inputs(len(lengths), 1, 64, kv_len, head_dim(variant))
+    kv_len = blocks(variant) * variant.tile - 5
+    q, k, v = inputs(len(lengths), 1, 64, kv_len, variant.head_dim)
     past = torch.arange(k.shape[1]) >= lengths[:, None]
     k, v = (x.masked_fill(past[:, :, None, None], torch.nan) for x in (k, v))
-    splits = 1 if variant.tile == 176 else 2
-    out, lse = check(q, k, v, kv_lengths=lengths, grid=2, splits=splits, schedule=Schedule.random(splits))
+    out, lse = check(q, k, v, kv_lengths=lengths, grid=2, splits=2, schedule=Schedule.random(2))
     assert (out[0] == 0).all()
     assert lse is not None
     assert lse[0].isneginf().all()
@@ -104,8 +102,7 @@ def test_key_lengths_and_parts(variant):
 
 def test_scores_that_leap(variant):
     """Blocks run from the last to the first; some rows leap by tens of powers of two, some by hundreds."""
-    dim = head_dim(variant)
-    q, k, v = inputs(1, 1, 30, 2 * variant.tile, dim)
+    q, k, v = inputs(1, 1, 30, blocks(variant) * variant.tile, variant.head_dim)
     q[:, ::5] *= 4
     q[:, 1::16] *= 40
     growth = torch.linspace(6, 0.02, k.shape[1])[None, :, None, None]
@@ -114,9 +111,9 @@ def test_scores_that_leap(variant):
 
 @pytest.mark.parametrize("scale_power", [0, 3])
 def test_scores_leap_by_a_hundred_powers_of_two(variant, scale_power):
-    """A thread sums 20 to 44 exponentials of a row, by the key tile; none of the sums may overflow."""
+    """A thread sums 16 to 36 exponentials of a row, by the key tile; none of the sums may overflow."""
     q, k, v, scale = hopper_inputs.leaps(
-        head_dim(variant), variant.tile, 3, torch.bfloat16, scale_power=scale_power
+        variant.head_dim, variant.tile, blocks(variant), torch.bfloat16, scale_power=scale_power
     )
     out, lse, reports = simulated.run(q, k, v, scale=scale, arch=90, grid=2)
     assert not any(report.findings for report in reports), str(reports)
@@ -124,8 +121,10 @@ def test_scores_leap_by_a_hundred_powers_of_two(variant, scale_power):
 
 
 def test_keys_that_are_not_finite(variant):
-    """Some variants take exponentials in software before the row's maximum is known."""
-    q, k, v, lengths = hopper_inputs.not_finite(head_dim(variant), variant.tile, 2, torch.bfloat16)
+    """A NaN or an infinite score shows, wherever its key lies; past a key length it does not."""
+    q, k, v, lengths = hopper_inputs.not_finite(
+        variant.head_dim, variant.tile, blocks(variant), torch.bfloat16
+    )
     scale = q.shape[-1] ** -0.5
     out, lse, reports = simulated.run(q, k, v, scale=scale, arch=90, kv_lengths=lengths, grid=4)
     assert not any(report.findings for report in reports), str(reports)

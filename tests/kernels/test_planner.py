@@ -104,7 +104,8 @@ def test_plans_obey_the_hardware(batch, heads, q_len, kv_len, head_dim, dtype, g
     name = made.kernel.decode()
     tile_keys = made.maps[1].box[1]
     type_name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    assert name == f"videoattn_hopper_d{head_dim}_n{tile_keys}_{type_name}"
+    short = "_short" if kv_len <= (256 if head_dim == 128 else 288) else ""
+    assert name == f"videoattn_hopper_d{head_dim}_n{tile_keys}{short}_{type_name}"
     tile_rows = (made.block[0] // 128 - 1) * 64
     tiles = batch * heads * math.ceil(q_len / tile_rows)
     assert list(made.grid) == [min(grid or SMS, tiles), 1, 1]
@@ -127,12 +128,33 @@ def test_arguments_carry_the_call():
     lse = torch.empty(2, 3, 200)
     lengths = torch.tensor([5, 300], dtype=torch.int32)
     made = plan.plan(make_call(q, k, v, lse=lse, kv_lengths=lengths, scale=0.25))
-    (blob,) = [p for p in made.params[: made.num_params] if p.tensor_map < 0]
-    fields = struct.unpack_from("<QQQQiiiiiiif", bytes(made.args), blob.offset)
-    assert fields[:4] == (lse.data_ptr(), lengths.data_ptr(), 0, 0)
-    batch, heads, q_len, kv_len, q_tiles, splits, tiles, scale_log2 = fields[4:]
+    fields = arguments(made)
+    assert fields[:3] == (lse.data_ptr(), lengths.data_ptr(), 0)
+    batch, heads, _, _, q_len, kv_len, q_tiles, _, _, splits, _, _, tiles, share, more, scale_log2 = fields[
+        3:
+    ]
     assert (batch, heads, q_len, kv_len, q_tiles, splits, tiles) == (2, 3, 200, 300, 2, 1, 12)
+    assert (share, more) == (12 // made.grid[0], 12 % made.grid[0])
     assert scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-6)
+
+
+def arguments(made):
+    """The first fields of the Hopper kernel's Args; a Divisor is three of them."""
+    (blob,) = [p for p in made.params[: made.num_params] if p.tensor_map < 0]
+    return struct.unpack_from("<QQQi iIi ii iIi iIi iii f", bytes(made.args), blob.offset)
+
+
+@settings(max_examples=200, deadline=None)
+@given(heads=st.integers(1, 2_147_000_000), quotient=st.integers(0, 2**31 - 1), rest=st.integers(-2, 2))
+def test_divisors_divide(heads, quotient, rest):
+    """By the kernel's formula, at the edges between quotients, for everything below 2^31."""
+    value, multiplier, shift = arguments(plan.plan(meta_call(1, heads, 1, 1, grid=1)))[4:7]
+    assert value == heads
+    for n in (quotient, quotient // heads * heads + rest, 2**31 - 1):
+        if 0 <= n < 2**31:
+            total = (n * multiplier >> 32) + n
+            assert total < 2**32
+            assert total >> shift == n // heads
 
 
 def meta_call(batch, heads, q_len, kv_len, head_dim=64, **options):
