@@ -133,14 +133,20 @@ def test_the_accuracy_check_passes_ours_and_fails_a_wrong_arm(capsys, monkeypatc
     tiny = ["--device", "cpu", "--config", "tiny", "--size", "64x64", "--frames", "9", "--seeds", "2"]
     options = [*tiny, "--reference", "sdpa", "--rival", "math", "--no-demo"]
     assert check.main([*options, "--arm", "block"]) == 0
-    assert capsys.readouterr().out.count(" ok") == 2
+    said = capsys.readouterr().out
+    assert "block: ok" in said
+    assert "block: 2 of 2 seeds within 1 dB of math" in said
+    assert "call: 2 of 2 seeds within 1 dB of math" in said
 
     def wrong(self, out, logits):
         return out * 1.01
 
     monkeypatch.setattr("videoattn.processors.fused.Fusion.gate", wrong)
     assert check.main([*options, "--arm", "attention"]) == 1
-    assert capsys.readouterr().out.count("FAILED") == 2
+    said = capsys.readouterr().out
+    assert "attention: FAILED" in said
+    assert "attention: 0 of 2 seeds within 1 dB of math" in said
+    assert "call: 2 of 2" in said
     assert check.psnr(torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, 0.2]), 1.0) == pytest.approx(20.0)
 
 
