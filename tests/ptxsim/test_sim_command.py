@@ -101,6 +101,17 @@ def test_files_that_are_missing_or_not_json(tmp_path):
         command.ladder("1", shape="12")
 
 
+def test_warps_that_a_launch_does_not_have_cannot_be_slow(tmp_path):
+    ptx, launch = files(tmp_path)
+    assert command.run(ptx, launch, schedule="slow:3-9") == 0
+    for block in (128, [64, 2]):
+        ptx, launch = files(tmp_path, block=block)
+        with pytest.raises(LaunchError, match="schedule slow:4 slows nobody: a CTA has warps 0 to 3 here"):
+            command.run(ptx, launch, schedule="slow:4")
+    with pytest.raises(LaunchError, match="schedule slow:99 slows nobody"):
+        command.ladder("1", schedule="early,slow:99")
+
+
 def test_what_cannot_be_read_or_written(tmp_path):
     ptx, launch = files(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")

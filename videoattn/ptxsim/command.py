@@ -36,6 +36,13 @@ def _schedule(text: str) -> Schedule:
         raise LaunchError(str(error)) from None
 
 
+def _slows_somebody(schedule: Schedule, threads: int) -> None:
+    """Refuse slow warps beyond a CTA's: the launch would pass without having tried anything."""
+    warps = -(-threads // 32)
+    if schedule.mode == "slow" and schedule.warps[0] >= warps:
+        raise LaunchError(f"schedule {schedule} slows nobody: a CTA has warps 0 to {warps - 1} here")
+
+
 def _finish(report: Report, trace: bool, timeline: Path | None) -> None:
     if report.trace is not None and trace:
         for line in report.trace.lines():
@@ -50,9 +57,10 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
            trace: bool = False, timeline: Path | None = None) -> int:  # fmt: skip
     """Run kernels of the ladder on the simulator and compare them with fp32 attention.
 
-    step: number or name, all by default. schedule: comma-separated early, late, random[:SEED]. shape:
-    HEADSxQ_LENxKV_LEN. trace: print the events. timeline: write a Chrome trace. Returns the exit status: 1
-    when a step has findings or is wrong. Raises LaunchError with one line when a step cannot run.
+    step: number or name, all by default. schedule: comma-separated early, late, random[:SEED],
+    slow:WARP[-WARP]. shape: HEADSxQ_LENxKV_LEN. trace: print the events. timeline: write a Chrome trace.
+    Returns the exit status: 1 when a step has findings or is wrong. Raises LaunchError with one line when a
+    step cannot run.
     """
     try:
         heads, q_len, kv_len = (int(x) for x in shape.split("x"))
@@ -62,6 +70,8 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
     _require_place(timeline)
     steps = load_steps(folder)
     chosen = [find_step(steps, step)] if step else steps
+    for s in schedules:
+        _slows_somebody(s, max(one.block for one in chosen))
     failed = 0
     numbers = f"{'max error':>9} {'bound':>8} {'L2':>8} {'instr':>8} {'seconds':>7}"
     print(f"{'step':28} {'schedule':9} {numbers}  verdict")
@@ -108,6 +118,8 @@ def run(
     buffers = {n: _buffer(device, n, b, launch.parent) for n, b in config.get("buffers", {}).items()}
     args = [_argument(a, buffers) for a in config.get("args", [])]
     names = config.get("entry") or next(iter(module.entries), "")
+    order = _schedule(schedule)
+    _slows_somebody(order, int(np.prod(config.get("block", 1))))
     report = device.launch(
         module.entry(names),
         grid=config.get("grid", 1),
@@ -115,7 +127,7 @@ def run(
         cluster=config.get("cluster", 1),
         dynamic_smem=config.get("dynamic_smem", 0),
         args=args,
-        schedule=_schedule(schedule),
+        schedule=order,
         registers=config.get("registers"),
         roles=config.get("roles"),
         trace=trace or timeline is not None,
