@@ -1,4 +1,4 @@
-// Division in a kernel without the dozens of dependent instructions that a GPU takes for one.
+// Division in a kernel by a multiplication and a shift: a GPU takes a chain of some fifteen instructions for one.
 #pragma once
 
 #include <cstdint>

@@ -30,9 +30,9 @@ struct Consumer {
     const Args& args;
     const int group;
     Recorder recorder;
-    // Key blocks whose scores are done, where K and V stay those loaded; the values of step - 1 come with the scores of
-    // step, also where step went back to the head's first block: hence kept_values.
+    // Key blocks whose scores are done; the values of step - 1 come with the scores of step.
     uint32_t step = 0;
+    // Where K and V stay, step goes back to the head's first block with every tile, and this is the step of the values.
     uint32_t kept_values = 0;
     // Phases, bit s of v_clean[s]; from bit kStages on the tiles whose queries were taken; about the P V to come
     // kAccumulate and kClear.
@@ -353,7 +353,7 @@ struct Consumer {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             const float sum = quad_sum(softmax.row_sum[row]);
-            inverse[row] = rcp_approx_ftz(sum);  // not denormal: some exponential was 1 since the sum last shrank
+            inverse[row] = rcp_approx_ftz(sum);  // not denormal: some exponential was near 1 since it last shrank
             Rows<C, Element>{args, tile, group}.write_lse(row, softmax.log_sum(row, sum));
         }
     }

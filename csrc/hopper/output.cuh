@@ -14,8 +14,8 @@ __device__ __forceinline__ uint32_t fragment_address(uint32_t tile, int row, int
     return tile + (step / 4) * (kRows * 128) + row * 128 + ((piece ^ (row & 7)) << 4);
 }
 
-// The thread's number. What is computed from it is computed anew: the compiler would keep it from one tile to the next, in
-// registers that there are not.
+// The thread's number. What is computed from it is computed anew: the compiler would keep it from one tile to the next,
+// in registers that there are not.
 __device__ __forceinline__ uint32_t fresh_thread() {
     uint32_t thread = threadIdx.x;
     asm volatile("" : "+r"(thread));

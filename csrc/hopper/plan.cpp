@@ -21,15 +21,16 @@ template <typename Config>
 int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& message) {
     hopper::Args args{};
     args.lse = call.lse;
-    int parts = call.workspace == nullptr ? 1 : splits<Config>(call);
+#ifdef VIDEOATTN_PROFILE
+    const int parts = 1;
+    args.profile = static_cast<uint64_t*>(call.workspace);
+#else
+    const int parts = call.workspace == nullptr ? 1 : splits<Config>(call);
+#endif
     if (parts > 1) {
         args.partial_out = static_cast<float*>(call.workspace);
         args.lse = args.partial_out + workspace_of(call, parts).output_bytes / 4;
     }
-#ifdef VIDEOATTN_PROFILE
-    parts = 1;
-    args.profile = static_cast<uint64_t*>(call.workspace);
-#endif
     args.kv_lengths = call.kv_lengths;
     args.q = strided(call.q);
     args.k = strided(call.k);

@@ -58,7 +58,7 @@ struct Softmax {
     }
 
     // Begins a tile's rows: its first block's own maxima are the reference, and s becomes scale_log2 * s - shift, at
-    // most 0.
+    // most half a unit in the last place of shift: too little to overflow P up to scores of 2^28.
     __device__ __forceinline__ void begin(float (&s)[kColumns / 2]) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
@@ -70,8 +70,7 @@ struct Softmax {
                 b = fmaxf(b, fmaxf(s[4 * block + 4 + 2 * row], s[4 * block + 4 + 2 * row + 1]));
             }
             const float top = quad_max(fmaxf(a, b));
-            // Rounded up: half a unit in the last place of a large maximum is more than an exponential can take.
-            shift[row] = top == -INFINITY ? 0.0f : __fmul_ru(top, scale_log2);
+            shift[row] = top == -INFINITY ? 0.0f : top * scale_log2;
             row_sum[row] = 0.0f;
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
@@ -84,9 +83,9 @@ struct Softmax {
         }
     }
 
-    // s becomes scale_log2 * s - shift after every reference that its row exceeds has moved up to it; O must be multiplied
-    // by `factor`. Above 0 floats order as integers, and nothing below 0 matters here, so that one three-way integer
-    // maximum replaces two floating-point ones.
+    // s becomes scale_log2 * s - shift after every reference that its row exceeds has moved up to it; O must be
+    // multiplied by `factor`. Above 0 floats order as integers, and nothing below 0 matters here, so that one three-way
+    // integer maximum replaces two floating-point ones.
     __device__ __forceinline__ void raise(float (&s)[kColumns / 2], float (&factor)[2]) {
         int top[2] = {0, 0};
 #pragma unroll
@@ -133,9 +132,9 @@ struct Softmax {
         }
     }
 
-    // s becomes exp2(scale_log2 * s - shift), against the references as they stand; `sum` is the block's alone. Elements
-    // far above their row's reference show in a sum above kTrustedSum: false where a row of the warp has one, and
-    // lower() must follow.
+    // s becomes exp2(scale_log2 * s - shift), against the references as they stand; `sum` is the block's alone.
+    // Elements far above their row's reference show in a sum above kTrustedSum: false where a row of the warp has one,
+    // and lower() must follow.
     __device__ __forceinline__ bool exponentiate_unchecked(float (&s)[kColumns / 2], float (&sum)[2]) const {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {

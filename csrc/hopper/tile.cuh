@@ -14,8 +14,8 @@ struct Tile {
     bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
 };
 
-// A CTA takes every gridDim.x-th tile, so that all CTAs work on the same heads at a time, or, where K and V stay, a run of
-// neighbours.
+// A CTA takes every gridDim.x-th tile, so that all CTAs work on the same heads at a time, or, where K and V stay, a run
+// of neighbours.
 template <typename C>
 __device__ __forceinline__ int first_tile(const Args& args, int cta = blockIdx.x) {
     return C::kResident ? cta * args.share + min(cta, args.more) : cta;

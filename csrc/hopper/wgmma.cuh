@@ -25,8 +25,6 @@ struct Wgmma;
 #define TEXT_56 "%56, %57, %58, %59, %60, %61, %62, %63"
 #define TEXT_64 "%64, %65, %66, %67, %68, %69, %70, %71"
 #define TEXT_72 "%72, %73, %74, %75, %76, %77, %78, %79"
-#define TEXT_80 "%80, %81, %82, %83, %84, %85, %86, %87"
-#define TEXT_88 "%88, %89, %90, %91, %92, %93, %94, %95"
 #define TEXT8 TEXT_0
 #define TEXT16 TEXT8 ", " TEXT_8
 #define TEXT24 TEXT16 ", " TEXT_16
@@ -36,9 +34,6 @@ struct Wgmma;
 #define TEXT56 TEXT48 ", " TEXT_48
 #define TEXT64 TEXT56 ", " TEXT_56
 #define TEXT72 TEXT64 ", " TEXT_64
-#define TEXT80 TEXT72 ", " TEXT_72
-#define TEXT88 TEXT80 ", " TEXT_80
-#define TEXT96 TEXT88 ", " TEXT_88
 #define EIGHT(i)                                                                                        \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -51,9 +46,6 @@ struct Wgmma;
 #define REGISTERS56 REGISTERS48, EIGHT(48)
 #define REGISTERS64 REGISTERS56, EIGHT(56)
 #define REGISTERS72 REGISTERS64, EIGHT(64)
-#define REGISTERS80 REGISTERS72, EIGHT(72)
-#define REGISTERS88 REGISTERS80, EIGHT(80)
-#define REGISTERS96 REGISTERS88, EIGHT(88)
 
 // X0 .. X6: the numbers of the operands that follow the accumulators.
 #define WGMMA_OF(N, COUNT, ELEMENT, TYPE, X0, X1, X2, X3, X4, X5, X6)                                              \
@@ -85,9 +77,6 @@ WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 WGMMA(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
 WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 WGMMA(144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78")
-WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
-WGMMA(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
-WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 
 #undef WGMMA
 #undef WGMMA_OF
