@@ -3,10 +3,9 @@
 For every seed the demo model renders a clip and a full-size transformer denoises random latents for some
 steps, each several times: by a reference (stock, cuDNN), by a rival backend (FlashAttention-4 swapped in), by
 control arms, which are stock but for their attention kernel, and by the arm in question. The arm passes where
-PSNR(arm, reference) >= PSNR(rival, reference) - 1 dB on average over the seeds, and where its peak memory is
-at most 5 % above stock's (memory that CUDA graphs hold is printed apart). Single seeds are printed too, and
-how many stay within that dB: clips of some seeds answer one rounding by several dB, whatever the arm, so the
-arm's count is to be read beside the controls'.
+PSNR(arm, reference) >= PSNR(rival, reference) - 1 dB for every seed, and where its peak memory is at most 5 %
+above stock's (memory that CUDA graphs hold is printed apart). How the controls do says what an arm could do
+whose only difference is its attention kernel; they decide nothing.
 
     python scripts/check_denoise_accuracy.py --arm block --config ltx2.3 --size 768x512
 """
@@ -157,11 +156,14 @@ def print_rows(title: str, found: dict[str, list[float]], rival: str, arm: str) 
         "  mean:   "
         + ", ".join(f"{name} {statistics.fmean(values):.2f} dB" for name, values in found.items())
     )
-    for name, values in found.items():
-        if name != rival:
-            near = sum(a >= b - MARGIN_DB for a, b in zip(values, found[rival], strict=True))
-            print(f"  {name}: {near} of {len(values)} seeds within {MARGIN_DB:g} dB of {rival}")
-    passed = statistics.fmean(found[arm]) >= statistics.fmean(found[rival]) - MARGIN_DB
+    near = {
+        name: sum(a >= b - MARGIN_DB for a, b in zip(values, found[rival], strict=True))
+        for name, values in found.items()
+        if name != rival
+    }
+    for name, count in near.items():
+        print(f"  {name}: {count} of {len(found[rival])} seeds at most {MARGIN_DB:g} dB below {rival}")
+    passed = near[arm] == len(found[rival])
     print(f"  {arm}: {'ok' if passed else 'FAILED'}")
     return passed
 

@@ -135,8 +135,8 @@ def test_the_accuracy_check_passes_ours_and_fails_a_wrong_arm(capsys, monkeypatc
     assert check.main([*options, "--arm", "block"]) == 0
     said = capsys.readouterr().out
     assert "block: ok" in said
-    assert "block: 2 of 2 seeds within 1 dB of math" in said
-    assert "call: 2 of 2 seeds within 1 dB of math" in said
+    assert "block: 2 of 2 seeds at most 1 dB below math" in said
+    assert "call: 2 of 2 seeds at most 1 dB below math" in said
 
     def wrong(self, out, logits):
         return out * 1.01
@@ -145,7 +145,7 @@ def test_the_accuracy_check_passes_ours_and_fails_a_wrong_arm(capsys, monkeypatc
     assert check.main([*options, "--arm", "attention"]) == 1
     said = capsys.readouterr().out
     assert "attention: FAILED" in said
-    assert "attention: 0 of 2 seeds within 1 dB of math" in said
+    assert "attention: 0 of 2 seeds at most 1 dB below math" in said
     assert "call: 2 of 2" in said
     assert check.psnr(torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, 0.2]), 1.0) == pytest.approx(20.0)
 
