@@ -201,9 +201,12 @@ def launch(variant: ctypes.CDLL, q, k, v, *, splits: int = 0, **options) -> torc
 def other(text: str) -> tuple[str, ctypes.CDLL]:
     """Name and library of `NAME=FILE`.  Raises argparse.ArgumentTypeError."""
     name, _, file = text.partition("=")
-    if not (name and Path(file).is_file()):
-        raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE with a library there")
-    return name, abi.declare(ctypes.CDLL(str(Path(file).resolve())))
+    try:
+        if name and Path(file).is_file():
+            return name, abi.declare(ctypes.CDLL(str(Path(file).resolve())))
+    except (OSError, AttributeError):  # no library, or another one
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE with a library of ours there")
 
 
 def arm(variant: ctypes.CDLL) -> bench.Arm:

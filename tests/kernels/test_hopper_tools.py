@@ -106,7 +106,7 @@ def test_another_version_is_an_arm_by_its_name():
     name, loaded = tune_hopper.other(f"before={built}")
     assert name == "before"
     assert loaded.videoattn_attention.argtypes
-    for text in (str(built), "=x", "before=", f"before={built}x"):
+    for text in (str(built), "=x", "before=", f"before={built}x", f"before={__file__}"):
         with pytest.raises(argparse.ArgumentTypeError, match="NAME=FILE"):
             tune_hopper.other(text)
 
