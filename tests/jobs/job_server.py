@@ -10,7 +10,7 @@ import time
 
 import job_renders
 
-from videoattn.jobs import JobState, NewJob, Store, StoreError, Worker
+from videoattn.jobs import NewJob, Store, StoreError, Worker
 
 
 def main() -> int:
@@ -43,7 +43,8 @@ def main() -> int:
     worker = Worker(store, job_renders.behave, min_free=0)
     worker.start()
     working, pid = False, None
-    while options.forever or store.has_pending() or store.counts()[JobState.RUNNING]:
+    # In one read: between two, a running job that goes back into the queue would be in neither.
+    while options.forever or store.open_ids():
         status = worker.status
         if status.pid != pid:
             pid = status.pid
