@@ -41,6 +41,8 @@ typedef struct VideoattnCall {
     int32_t grid;               // CTAs to launch; 0: as many as the device runs at once
     int32_t num_sms;            // streaming multiprocessors the plan may count on; 0 asks the device
     int32_t splits;             // parts of the keys worked on at once; 0: chosen by the planner
+    int32_t rows;               // query rows a CTA works on at once; 0: chosen by the planner. No result depends on it
+    int32_t reserved;           // 0
     void* stream;               // cudaStream_t
     void* workspace;            // videoattn_workspace_bytes bytes on the device, at a multiple of 32 bytes (16 for
                                 // compute capability 9.0); null: keys are never split

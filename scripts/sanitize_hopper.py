@@ -27,16 +27,18 @@ import tune_hopper
 from videoattn.kernels import accuracy, library
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-# batch, heads, q_len, kv_len, head_dim, splits, CTAs (0: all)
+# batch, heads, q_len, kv_len, head_dim, splits, CTAs (0: all), rows of a query tile
 CASES = (
-    (1, 2, 300, 517, 128, 1, 0),
-    (1, 3, 200, 128, 128, 1, 1),
-    (1, 2, 300, 250, 128, 1, 2),
-    (1, 2, 450, 126, 64, 1, 1),
-    (2, 2, 130, 700, 64, 1, 3),
-    (1, 2, 70, 259, 64, 1, 1),
-    (2, 2, 100, 900, 64, 3, 0),
-    (1, 2, 100, 900, 128, 2, 0),
+    (1, 2, 300, 517, 128, 1, 0, 128),
+    (1, 3, 200, 128, 128, 1, 1, 128),
+    (1, 2, 300, 250, 128, 1, 2, 128),
+    (1, 2, 450, 126, 64, 1, 1, 192),
+    (2, 2, 130, 700, 64, 1, 3, 192),
+    (1, 2, 70, 259, 64, 1, 1, 192),
+    (2, 2, 100, 900, 64, 3, 0, 192),
+    (1, 2, 100, 900, 128, 2, 0, 128),
+    (1, 2, 259, 259, 64, 1, 3, 128),
+    (1, 2, 259, 700, 64, 2, 3, 128),
 )
 
 
@@ -45,13 +47,14 @@ def child(variant: str | None) -> int:
     built = tune_hopper.build(variant) if variant else library.load()
     wrong = 0
     for case in CASES:
-        batch, heads, q_len, kv_len, head_dim, splits, grid = case
+        batch, heads, q_len, kv_len, head_dim, splits, grid, rows = case
         generator = torch.Generator().manual_seed(kv_len)
         sizes = [(batch, length, heads, head_dim) for length in (q_len, kv_len, kv_len)]
         q, k, v = (torch.randn(size, generator=generator).to(torch.bfloat16).cuda() for size in sizes)
         lengths = torch.tensor([kv_len // 3, 0][:batch], dtype=torch.int32).cuda()
         for kv_lengths in (None, lengths):
-            out = tune_hopper.launch(built, q, k, v, splits=splits, grid=grid, kv_lengths=kv_lengths)
+            options = {"splits": splits, "grid": grid, "rows": rows, "kv_lengths": kv_lengths}
+            out = tune_hopper.launch(built, q, k, v, **options)
             torch.cuda.synchronize()
             errors = accuracy.compare(out, None, q, k, v, scale=head_dim**-0.5, kv_lengths=kv_lengths)
             if not errors.passed:

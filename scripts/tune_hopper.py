@@ -2,7 +2,8 @@
 
 Prints TFLOP/s of every variant and rival on every shape, launches interleaved as in bench_attention.py, and
 for some shapes the rate and clock of back-to-back launches. --library adds the product of another version
-with the same C interface on every shape.
+with the same C interface on every shape, --tiles the product with other query tiles and parts of the keys at
+head dim 64.
 
     python scripts/tune_hopper.py --variants d128short_base d128short_n64 --sustained 1
     python scripts/tune_hopper.py --variants d128_base d64_base --library before=FILE/libvideoattn.so
@@ -152,6 +153,8 @@ SHAPES = {
         "D64 self 14080",
         "video to audio 259x12288",
         "audio text 259x1024",
+        "1,32,259,2048,64",
+        "1,32,259,3072,64",
     ],
     "d64short": ["audio to video 12288x259", "1,32,12288,240,64", "1,32,12288,126,64", "audio self 259"],
 }
@@ -209,9 +212,17 @@ def other(text: str) -> tuple[str, ctypes.CDLL]:
     raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE with a library of ours there")
 
 
-def arm(variant: ctypes.CDLL) -> bench.Arm:
+def tile(text: str) -> tuple[str, dict[str, int]]:
+    """The text and the call's options of `ROWSxPARTS`.  Raises argparse.ArgumentTypeError."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is not ROWSxPARTS, as 128x1")
+    return text, {"rows": int(found[1]), "splits": int(found[2])}
+
+
+def arm(variant: ctypes.CDLL, **options: int) -> bench.Arm:
     """The variant as a function of q, k and v."""
-    return lambda q, k, v: launch(variant, q, k, v)
+    return lambda q, k, v: launch(variant, q, k, v, **options)
 
 
 def tune(
@@ -257,6 +268,8 @@ def main() -> int:
     )
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--library", type=other, action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--tiles", type=tile, nargs="*", default=[], metavar="ROWSxPARTS")
+    parser.add_argument("--shapes", nargs="+", default=None, metavar="SHAPE", help="only these of them")
     parser.add_argument("--arms", nargs="*", default=["flash3", "flash4", "cudnn"], choices=list(bench.ARMS))
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS")
@@ -278,10 +291,12 @@ def main() -> int:
         for family, names in SHAPES.items():
             arms = {name: arm(lib) for name, lib in built.items() if name.startswith(f"{family}_")}
             arms |= {name: arm(lib) for name, lib in options.library}
+            if family.startswith("d64"):
+                arms |= {name: arm(library.load(), **choice) for name, choice in options.tiles}
             if not arms:
                 continue
             arms |= {name: bench.ARMS[name] for name in options.arms}
-            for name in names:
+            for name in (name for name in names if options.shapes is None or name in options.shapes):
                 report[name] = tune(bench.BY_NAME.get(name) or bench.parse_shape(name), arms, options, power)
                 torch.cuda.empty_cache()
     power.stop()

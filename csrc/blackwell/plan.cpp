@@ -8,7 +8,8 @@ namespace {
 int splits(const VideoattnCall& call) {
     const int64_t blocks = ceil_div(call.kv_len, blackwell::kTileRows);
     if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
-    return choose_splits(ceil_div(call.q_len, blackwell::kItemRows) * call.heads, blocks, call.num_sms);
+    const Tiling tiling{static_cast<double>(ceil_div(call.q_len, blackwell::kItemRows) * call.heads), 1.0};
+    return choose_splits(&tiling, 1, blocks, call.num_sms);
 }
 
 template <typename Config>
@@ -36,6 +37,8 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.items = static_cast<int32_t>(items);
     args.scale_log2 = call.scale * 1.4426950408889634f;
 
+    if (call.rows != 0 && call.rows != kItemRows)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "rows is %d; this kernel has %d", call.rows, kItemRows);
     const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
     if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
     snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_blackwell_d%d_%s", Config::kHeadDim,

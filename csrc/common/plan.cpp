@@ -1,5 +1,6 @@
 #include "plan.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "merge.h"
@@ -59,6 +60,7 @@ int check_call(const VideoattnCall& call, const Message& message) {
                             static_cast<double>(call.scale));
     if (call.splits < 0 || call.splits > kMaxSplits)
         return message.fail(VIDEOATTN_UNSUPPORTED, "splits is %d; it must lie in 0 .. %d", call.splits, kMaxSplits);
+    if (call.reserved != 0) return message.fail(VIDEOATTN_UNSUPPORTED, "reserved is %d, not 0", call.reserved);
     if (reinterpret_cast<uintptr_t>(call.workspace) % 16 != 0)
         return message.fail(VIDEOATTN_UNSUPPORTED, "workspace does not start at a multiple of 16 bytes");
     if (call.grid < 0) return message.fail(VIDEOATTN_UNSUPPORTED, "grid is %d; it must be 0 or more", call.grid);
@@ -113,15 +115,21 @@ void add_bytes(VideoattnPlan* plan, const void* bytes, size_t count, size_t alig
     plan->args_bytes = offset + static_cast<uint32_t>(count);
 }
 
-int choose_splits(int64_t items, int64_t blocks, int num_sms) {
-    // In key blocks: what a tile costs besides its blocks, and what merging costs the call.
-    constexpr double kTileCost = 2.0, kMergeCost = 4.0;
-    if (num_sms < 1 || items >= 2 * num_sms) return 1;
+double tiling_cost(const Tiling& tiling, int splits, int64_t blocks, int num_sms) {
+    constexpr double kTileCost = 2.0;  // of a tile besides its blocks
+    const double waves = std::ceil(tiling.items * splits / num_sms);
+    return waves * (static_cast<double>(ceil_div(blocks, splits)) + kTileCost) * tiling.step;
+}
+
+int choose_splits(const Tiling* tilings, int count, int64_t blocks, int num_sms) {
+    // Of the call, in key blocks; measured on an H200 (docs/hopper.md, audio text).
+    constexpr double kMergeCost = 5.5;
+    if (num_sms < 1 || tilings[0].items >= 2 * num_sms) return 1;
     int best = 1;
     double best_cost = 0;
     for (int splits = 1; splits <= kMaxSplits && splits <= blocks; ++splits) {
-        const double waves = static_cast<double>(ceil_div(items * splits, num_sms));
-        double cost = waves * (static_cast<double>(ceil_div(blocks, splits)) + kTileCost);
+        double cost = tiling_cost(tilings[0], splits, blocks, num_sms);
+        for (int i = 1; i < count; ++i) cost = std::min(cost, tiling_cost(tilings[i], splits, blocks, num_sms));
         if (splits > 1) cost += kMergeCost;
         if (splits == 1 || cost < best_cost) {
             best = splits;

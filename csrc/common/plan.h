@@ -50,10 +50,19 @@ void add_args(VideoattnPlan* plan, const Args& args) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How many parts of the keys to work on at once, so that `items` (query tiles of one batch entry) fill the device:
-// the least ceil(items * splits / num_sms) waves of ceil(blocks / splits) key blocks. Batch does not enter, so that
-// an entry's result does not depend on its neighbours.
-int choose_splits(int64_t items, int64_t blocks, int num_sms);
+// A way to cut the queries into tiles.
+struct Tiling {
+    double items;  // tiles to work on
+    double step;   // what a key block takes, beside a full CTA's
+};
+
+// Key blocks of a full CTA that so many blocks of each item take on a device, one item a processor at a time.
+double tiling_cost(const Tiling& tiling, int splits, int64_t blocks, int num_sms);
+
+// How many parts of the keys to work on at once, so that one batch entry fills the device by one of `count` tilings,
+// the first that of full CTAs; 1 where those fill it twice.
+// Batch does not enter, so that an entry's result does not depend on its neighbours.
+int choose_splits(const Tiling* tilings, int count, int64_t blocks, int num_sms);
 
 // A workspace's two parts: fp32 outputs (splits, batch, heads, q_len, head_dim), then LSEs (splits, batch, heads,
 // q_len).

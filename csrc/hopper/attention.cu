@@ -47,7 +47,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         prefetch_tensormap(&k_map);
         prefetch_tensormap(&v_map);
         prefetch_tensormap(&o_map);
-        for (int group = 0; group < C::kConsumers; ++group) {
+        for (int group = 0; group < consumers<C>(); ++group) {
             for (int buffer = 0; buffer < C::kQueryBuffers; ++buffer) {
                 mbarrier_init(smem.q_full(group, buffer), 1);
                 mbarrier_init(smem.q_empty(group, buffer), 4);
@@ -55,9 +55,9 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(smem.k_full(stage), 1);
-            mbarrier_init(smem.k_empty(stage), 4 * C::kConsumers);
+            mbarrier_init(smem.k_empty(stage), 4 * consumers<C>());
             mbarrier_init(smem.v_full(stage), 1);
-            mbarrier_init(smem.v_empty(stage), 4 * C::kConsumers + (args.kv_lengths != nullptr ? 1 : 0));
+            mbarrier_init(smem.v_empty(stage), 4 * consumers<C>() + (args.kv_lengths != nullptr ? 1 : 0));
             mbarrier_init(smem.v_clean(stage), 1);
         }
         fence_mbarrier_init();
@@ -76,7 +76,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
     } else {
         setmaxnreg_inc<C::kConsumerRegisters>();
         Consumer<C, Element> consumer(smem, o_map, args, warpgroup - 1);
-        if (consumer.group == C::kConsumers - 1) consumer.pass_turn();
+        if (consumer.group == consumers<C>() - 1) consumer.pass_turn();
         consumer.run();
         // The turn that nobody takes any more, so that no named barrier is left half arrived.
         if (consumer.group == 0) consumer.take_turn();

@@ -54,7 +54,7 @@ struct Consumer {
         recorder.enter(Phase::kIssue);
     }
     __device__ __forceinline__ void pass_turn() {
-        if constexpr (C::kTurns) named_arrive(1 + (group + 1 == C::kConsumers ? 0 : group + 1), 256);
+        if constexpr (C::kTurns) named_arrive(1 + (group + 1 == consumers<C>() ? 0 : group + 1), 256);
     }
 
     // Of the queries to come, or of the `back`th before them.

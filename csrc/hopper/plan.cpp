@@ -5,12 +5,49 @@
 namespace videoattn {
 namespace {
 
+// Tilings of `entries` batch entries by all consumers, one less and so on.
+template <typename Config>
+struct Tilings {
+    static constexpr int kCount = Config::kConsumers - Config::kFewestConsumers + 1;
+    // Of a key block, for each consumer less: two of three take 0.84 of the time (docs/hopper.md), they have less to do
+    // beside a wait.
+    static constexpr double kStep = 0.16;
+    Tiling ways[kCount];
+
+    Tilings(const VideoattnCall& call, int64_t entries) {
+        for (int less = 0; less < kCount; ++less) {
+            const int64_t tiles = ceil_div(call.q_len, (Config::kConsumers - less) * hopper::kGroupRows);
+            ways[less] = {static_cast<double>(tiles) * call.heads * entries, 1.0 - less * kStep};
+        }
+    }
+};
+
+template <typename Config>
+int64_t key_blocks(const VideoattnCall& call) {
+    return ceil_div(call.kv_len, Config::kTileN);
+}
+
 template <typename Config>
 int splits(const VideoattnCall& call) {
-    const int64_t blocks = ceil_div(call.kv_len, Config::kTileN);
+    const int64_t blocks = key_blocks<Config>(call);
     if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
-    const int64_t items = ceil_div(call.q_len, Config::kTileM) * call.heads;
-    return choose_splits(items, blocks, call.num_sms);
+    using Ways = Tilings<Config>;
+    return choose_splits(Ways(call, 1).ways, Ways::kCount, blocks, call.num_sms);
+}
+
+// Consumers of each of `ctas` CTAs. Unlike the parts of the keys they may depend on the batch: a row is computed the
+// same way by any number of them.
+template <typename Config>
+int consumers(const VideoattnCall& call, int parts, int ctas) {
+    if (call.rows > 0) return call.rows / hopper::kGroupRows;
+    const Tilings<Config> tilings(call, call.batch);
+    const auto cost = [&](int less) {
+        return tiling_cost(tilings.ways[less], parts, key_blocks<Config>(call), ctas);
+    };
+    int best = 0;
+    for (int less = 1; less < tilings.kCount; ++less)
+        if (cost(less) < cost(best)) best = less;
+    return Config::kConsumers - best;
 }
 
 hopper::Strided strided(const VideoattnTensor& tensor) {
@@ -39,7 +76,14 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.heads = Divisor(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);
     args.kv_len = static_cast<int32_t>(call.kv_len);
-    const int64_t q_tiles = ceil_div(call.q_len, Config::kTileM);
+    const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
+    if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
+    const int fewest = Config::kFewestConsumers * hopper::kGroupRows;
+    if (call.rows != 0 && (call.rows % hopper::kGroupRows != 0 || call.rows < fewest || call.rows > Config::kTileM))
+        return message.fail(VIDEOATTN_UNSUPPORTED, "rows is %d; this kernel takes multiples of 64, %d .. %d", call.rows,
+                            fewest, Config::kTileM);
+    const int groups = consumers<Config>(call, parts, static_cast<int>(wanted));
+    const int64_t q_tiles = ceil_div(call.q_len, groups * hopper::kGroupRows);
     args.q_tiles = Divisor(q_tiles);
     args.splits = Divisor(parts);
     // The kernel counts tiles in 32 bits and steps past the last one by a grid.
@@ -49,15 +93,13 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.tiles = static_cast<int32_t>(tiles);
     args.scale_log2 = call.scale * 1.4426950408889634f;
 
-    const int64_t wanted = call.grid > 0 ? call.grid : call.num_sms;
-    if (wanted < 1) return message.fail(VIDEOATTN_UNSUPPORTED, "neither grid nor num_sms is given");
     snprintf(plan->kernel, sizeof(plan->kernel), "videoattn_hopper_d%d_n%d%s_%s", Config::kHeadDim, Config::kTileN,
              Config::kResident ? "_short" : "", call.dtype == VIDEOATTN_BF16 ? "bf16" : "fp16");
     plan->grid[0] = static_cast<uint32_t>(wanted < args.tiles ? wanted : args.tiles);
     plan->grid[1] = plan->grid[2] = 1;
     args.share = args.tiles / static_cast<int32_t>(plan->grid[0]);
     args.more = args.tiles % static_cast<int32_t>(plan->grid[0]);
-    plan->block[0] = Config::kThreads;
+    plan->block[0] = 128 * (groups + 1);
     plan->block[1] = plan->block[2] = 1;
     plan->cluster[0] = plan->cluster[1] = plan->cluster[2] = 1;
     plan->dynamic_smem = Config::kSmemBytes;

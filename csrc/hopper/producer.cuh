@@ -24,7 +24,7 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
     };
     const auto load_queries = [&](const Tile& tile) {
         const int buffer = queries % C::kQueryBuffers;
-        for (int group = 0; group < C::kConsumers; ++group) {
+        for (int group = 0; group < consumers<C>(); ++group) {
             recorder.enter(Phase::kQueryBuffer);
             mbarrier_wait(smem.q_empty(group, buffer), queries / C::kQueryBuffers & 1 ^ 1);
             recorder.enter(Phase::kLoad);

@@ -6,13 +6,19 @@
 
 namespace videoattn::hopper {
 
-// 64 kConsumers query rows against a run of key blocks of one head. Rows past q_len are computed and not stored.
+// 64 query rows for each consumer against a run of key blocks of one head. Rows past q_len are computed and not stored.
 struct Tile {
     int batch, head, row;     // first query row
     int split, first_block, blocks;
     int tail;      // valid keys of the last block
     bool clear;    // whether that block holds rows past the key length that TMA brings: 0 * NaN would reach O
 };
+
+// Consumer warpgroups of this launch.
+template <typename C>
+__device__ __forceinline__ int consumers() {
+    return C::kFewestConsumers < C::kConsumers ? blockDim.x / 128 - 1 : C::kConsumers;
+}
 
 // A CTA takes every gridDim.x-th tile, so that all CTAs work on the same heads at a time, or, where K and V stay, a run
 // of neighbours.
@@ -42,7 +48,7 @@ template <typename C>
 __device__ __forceinline__ Tile locate(const Args& args, int index) {
     Tile tile;
     int rest = args.q_tiles.divide(index);
-    tile.row = (index - rest * args.q_tiles.value) * C::kTileM;
+    tile.row = (index - rest * args.q_tiles.value) * (consumers<C>() * kGroupRows);
     tile.split = rest;
     if (args.splits.value > 1) {
         rest = args.splits.divide(rest);

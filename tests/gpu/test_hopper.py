@@ -35,7 +35,22 @@ def guarded_like(shape, dtype):
     return buffer[GUARD : GUARD + count].view(shape), buffer
 
 
-def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, out=None, lse=True):
+def launch(q, k, v, *, out=None, **options):
+    """Outputs and LSEs of the kernel by each of its query tiles, which must agree to the last bit."""
+    made = []
+    for rows in (128, 192) if q.shape[-1] == 64 else (0,):
+        if out is not None:
+            out.fill_(torch.nan)
+        one, lse = launch_once(q, k, v, rows=rows, out=out, **options)
+        made.append((one.clone(), lse))
+    for one, lse in made[1:]:
+        assert torch.equal(one.view(torch.int16), made[0][0].view(torch.int16))
+        assert (lse is None) == (made[0][1] is None)
+        assert lse is None or torch.equal(lse.view(torch.int32), made[0][1].view(torch.int32))
+    return made[0]
+
+
+def launch_once(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, rows=0, out=None, lse=True):
     """Run the kernel into NaN-poisoned buffers and check the poison around them."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out_buffer = None
@@ -58,6 +73,7 @@ def launch(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, out=None, 
         num_sms=132,
         grid=grid,
         splits=splits,
+        rows=rows,
         stream=torch.cuda.current_stream().cuda_stream,
         workspace=workspace,
     )

@@ -29,6 +29,8 @@ def check(q, k, v, **options):
 def reported(q, k, v, *, schedule="early", kv_lengths=None, **options):
     """Right values without findings, and the launches' reports."""
     scale = q.shape[-1] ** -0.5
+    # Left to the planner, so few tiles would be those of two consumers.
+    options.setdefault("rows", 192 if q.shape[-1] == 64 else 128)
     out, lse, reports = simulated.run(
         q, k, v, scale=scale, arch=90, kv_lengths=kv_lengths, schedule=SCHEDULES[schedule], **options
     )
@@ -39,11 +41,21 @@ def reported(q, k, v, *, schedule="early", kv_lengths=None, **options):
     return out, lse, reports
 
 
+def normal(head_dim, keys, blocks):
+    """Two heads of three 64-row groups, keys for so many blocks and a part, and the scale."""
+    return *inputs(1, 2, 180, keys * blocks - 7, head_dim), head_dim**-0.5
+
+
+def leaps(head_dim, keys, blocks):
+    """Rows whose scores pass what fp32 holds against the reference before them."""
+    return hopper_inputs.leaps(head_dim, keys, blocks, torch.bfloat16)
+
+
 @pytest.mark.parametrize("schedule", MOSTLY_SLOW)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_tails_and_many_tiles(head_dim, schedule):
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, 192), (64, 128), (128, 128)])
+def test_tails_and_many_tiles(head_dim, rows, schedule):
     """Two heads on one CTA: ragged queries, ragged keys, a tile that follows another."""
-    check(*inputs(1, 2, 100, 300, head_dim), schedule=schedule, grid=1)
+    check(*inputs(1, 2, 100, 300, head_dim), schedule=schedule, grid=1, rows=rows)
 
 
 # Keys that stay in shared memory, with one to four blocks a head; at head dim 64 by both key tiles.
@@ -65,6 +77,33 @@ def test_short_keys_are_loaded_once_a_head(head_dim, kv_len, schedule):
     tile = {100: 128, 256: 128, 90: 96, 250: 64, 259: 96}[kv_len]
     loaded_heads = heads + 1  # the second head is shared by both CTAs
     assert loads == 2 * loaded_heads * -(-kv_len // tile) + heads * 3 * rows // 64
+
+
+@pytest.mark.parametrize("make", [normal, leaps], ids=["", "leaps"])
+@pytest.mark.parametrize("tile", [name for name in hopper_inputs.TILES if name.startswith("d64")])
+def test_no_bit_depends_on_the_rows_of_a_tile(tile, make):
+    """Two and three consumers; rows that leap are computed again by the warp that holds them."""
+    head_dim, keys, blocks = hopper_inputs.TILES[tile]
+    q, k, v, scale = make(head_dim, keys, blocks)
+    options = {"scale": scale, "arch": 90, "grid": 2}
+    out, lse, (report,) = simulated.run(q, k, v, rows=192, **options)
+    fewer_out, fewer_lse, (fewer_report,) = simulated.run(q, k, v, rows=128, **options)
+    assert not report.findings, str(report)
+    assert not fewer_report.findings, str(fewer_report)
+    assert torch.equal(out, fewer_out)
+    assert lse is not None
+    assert fewer_lse is not None
+    assert torch.equal(lse, fewer_lse)
+
+
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
+@pytest.mark.parametrize("kv_len", [120, 300])
+def test_two_consumers_with_key_lengths_and_parts(kv_len, schedule):
+    lengths = torch.tensor([0, 150, 96, 1000], dtype=torch.int32)
+    q, k, v = inputs(len(lengths), 1, 150, kv_len, 64)
+    past = torch.arange(kv_len) >= lengths[:, None]
+    k, v = (x.masked_fill(past[:, :, None, None], torch.nan) for x in (k, v))
+    check(q, k, v, kv_lengths=lengths, schedule=schedule, grid=2, splits=2, rows=128)
 
 
 @pytest.mark.parametrize("schedule", MOSTLY_SLOW)

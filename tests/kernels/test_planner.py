@@ -170,7 +170,7 @@ def meta_call(batch, heads, q_len, kv_len, head_dim=64, **options):
 def test_short_queries_split_their_keys():
     call = meta_call(1, 32, 259, 12288)
     assert plan.workspace_bytes(call) > 0
-    assert plan.plan(call).grid[0] == 64, "without a workspace nothing is split"
+    assert plan.plan(call).grid[0] == 96, "without a workspace nothing is split"
     assert plan.plan_merge(call) is None
     call.workspace = 1 << 30
     made, merge = plan.plan(call), plan.plan_merge(call)
@@ -182,6 +182,25 @@ def test_short_queries_split_their_keys():
     assert (merge.grid[0] - 1) * merge.block[0] < rows * 8 <= merge.grid[0] * merge.block[0]
     splits = plan.workspace_bytes(call) // (rows * 65 * 4)
     assert plan.workspace_bytes(call) == splits * rows * 65 * 4
+
+
+def test_few_tiles_are_spread_over_the_device():
+    """Tiles have as many rows as fill it best; where a batch fills it anyway, the most."""
+    audio = {batch: plan.plan(meta_call(batch, 32, 259, 1024)) for batch in (1, 2, 3, 8)}
+    assert {batch: made.block[0] for batch, made in audio.items()} == {1: 384, 2: 512, 3: 512, 8: 512}
+    assert {batch: made.grid[0] for batch, made in audio.items()} == {1: 96, 2: 128, 3: 132, 8: 132}
+    assert plan.workspace_bytes(meta_call(1, 32, 259, 1024)) == 0
+    assert plan.plan(meta_call(1, 32, 64, 1024)).block[0] == 384
+    assert plan.plan(meta_call(1, 32, 12288, 259)).block[0] == 512
+    assert plan.plan(meta_call(1, 32, 12288, 12288)).block[0] == 512
+    assert plan.plan(meta_call(1, 1, 64, 64, head_dim=128)).block[0] == 384, "it has no other tile"
+
+
+@pytest.mark.parametrize(("rows", "block"), [(128, 384), (192, 512)])
+def test_rows_may_be_given(rows, block):
+    made = plan.plan(meta_call(1, 2, 500, 700, rows=rows))
+    assert made.block[0] == block
+    assert made.grid[0] == 2 * math.ceil(500 / rows)
 
 
 def test_splits_do_not_depend_on_the_batch():
@@ -214,6 +233,13 @@ def test_one_element_dimensions_may_have_any_stride():
         ({"batch": 2**30, "q_len": 2**20}, "query tiles"),
         ({"grid": -1}, "grid"),
         ({"splits": 33}, "splits is 33"),
+        ({"rows": 150, "head_dim": 64}, "rows is 150; this kernel takes multiples of 64, 128 .. 192"),
+        ({"rows": 256, "head_dim": 64}, "rows is 256"),
+        ({"rows": 64, "head_dim": 64}, "rows is 64"),
+        ({"rows": -128, "head_dim": 64}, "rows is -128"),
+        ({"rows": 192}, "rows is 192; this kernel takes multiples of 64, 128 .. 128"),
+        ({"rows": 64, "arch": 100}, "rows is 64; this kernel has 256"),
+        ({"reserved": 1}, "reserved is 1"),
         ({"workspace": 8}, "workspace"),
         ({"struct_bytes": 8}, "bytes"),
         ({"dtype": 7}, "dtype code 7"),

@@ -11,14 +11,24 @@ SCHEDULES = [Schedule.early(), Schedule.late(), Schedule.random(2)]
 
 
 def run(
-    body: str, *, block=32, grid=1, cluster=1, n=64, schedule=None, shared="", arch="sm_90a", registers=None
+    body: str,
+    *,
+    block=32,
+    grid=1,
+    cluster=1,
+    n=64,
+    schedule=None,
+    shared="",
+    arch="sm_90a",
+    registers=None,
+    directives="",
 ):
     """Run a body that may write 32-bit results through %o (its thread's cell) and %out (the buffer)."""
     ptx = f""".version 8.6
 .target {arch}
 .address_size 64
 {shared}
-.visible .entry k(.param .u64 out)
+.visible .entry k(.param .u64 out) {directives}
 {{
 .reg .b32 %t, %g, %c, %w, %l, %a, %b, %d, %x<8>; .reg .b64 %out, %o, %f; .reg .pred %p, %q, %r;
 ld.param.u64 %out, [out]; mov.u32 %t, %tid.x; mov.u32 %c, %ctaid.x; mov.u32 %g, %ntid.x;
@@ -125,6 +135,17 @@ def test_registers_move_between_warpgroups(schedule):
     body = REGISTERS.format(dec=40, inc=216)
     report, _ = run(body, block=256, n=256, registers=128, schedule=schedule)
     assert not report.findings, str(report)
+
+
+@pytest.mark.parametrize("block", [512, 256])
+def test_a_launch_with_fewer_threads_has_the_registers_it_was_compiled_for(block):
+    """128 a thread of 512: 256 threads bring no more."""
+    for inc, wrong in ((216, False), (224, True)):
+        body = REGISTERS.format(dec=40, inc=inc)
+        if block == 512:  # the last two warpgroups give nothing and want nothing
+            body = "setp.gt.u32 %p, %w, 7; @%p bra DONE;\n" + body
+        report, _ = run(body, block=block, n=block, directives=".maxntid 512")
+        assert bool(report.findings) == wrong, str(report)
 
 
 def test_registers_that_can_never_be_granted_are_a_deadlock():

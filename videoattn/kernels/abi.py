@@ -46,13 +46,15 @@ class Call(ctypes.Structure):
         ("grid", c_int32),
         ("num_sms", c_int32),
         ("splits", c_int32),
+        ("rows", c_int32),
+        ("reserved", c_int32),
         ("stream", c_void_p),
         ("workspace", c_void_p),
     )
 
 
 # The same bytes as Call, its fields in order.
-PACKED_CALL = struct.Struct("=Iiii5q" + "Qqqq" * 4 + "QQfiiiQQ")
+PACKED_CALL = struct.Struct("=Iiii5q" + "Qqqq" * 4 + "QQfiiiiiQQ")
 
 
 class TensorMap(ctypes.Structure):

@@ -82,6 +82,7 @@ def fill_call(
     grid: int = 0,
     num_sms: int = 0,
     splits: int = 0,
+    rows: int = 0,
     device: int = 0,
     stream: int = 0,
     workspace: torch.Tensor | None = None,
@@ -108,6 +109,8 @@ def fill_call(
         grid,
         num_sms,
         splits,
+        rows,
+        0,
         stream,
         None if workspace is None else workspace.data_ptr(),
     )
@@ -130,7 +133,7 @@ def num_sms(device: int) -> int:
 
 
 # PACKED_CALL's bytes, with what does not change between calls of one kind as strings.
-_AGAIN = struct.Struct("=56sQ24sQ24sQ24sQ24sQQ16sQQ")
+_AGAIN = struct.Struct("=56sQ24sQ24sQ24sQ24sQQ24sQQ")
 Again = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"],
     "tuple[torch.Tensor, torch.Tensor | None] | None",
@@ -164,7 +167,7 @@ def prepare(
     example = abi.PACKED_CALL.pack(
         *(abi.PACKED_CALL.size, arch, device, DTYPES[q.dtype], batch, heads, q_len, kv_len, head_dim),
         *(0, *q.stride()[:3], 0, *k.stride()[:3], 0, *v.stride()[:3], 0, *out_strides),
-        *(0, 0, scale, 0, sms, 0, 0, 0),
+        *(0, 0, scale, 0, sms, 0, 0, 0, 0, 0),
     )
     head, _, q_strides, _, k_strides, _, v_strides, _, strides, _, _, options, _, _ = _AGAIN.unpack(example)
     like_q = q.stride() == (*out_strides, 1)
@@ -271,6 +274,8 @@ def run(
         scale,
         0,
         sms,
+        0,
+        0,
         0,
         torch._C._cuda_getCurrentRawStream(device),
         0 if workspace is None else workspace.data_ptr(),

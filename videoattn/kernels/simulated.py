@@ -92,6 +92,7 @@ def run(
     out: torch.Tensor | None = None,
     grid: int = 0,
     splits: int = 1,
+    rows: int = 0,
     schedule: Schedule | None = None,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Report]]:
@@ -107,7 +108,7 @@ def run(
     out = torch.full(q.shape, torch.nan, dtype=q.dtype) if out is None else out
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan) if return_lse else None
     call = native.fill_call(
-        q, k, v, out, scale=scale, arch=arch, grid=grid, splits=splits, num_sms=device.sm_count
+        q, k, v, out, scale=scale, arch=arch, grid=grid, splits=splits, rows=rows, num_sms=device.sm_count
     )
     for tensor, field in ((q, call.q), (k, call.k), (v, call.v), (out, call.out)):
         field.data = memory.address(tensor)

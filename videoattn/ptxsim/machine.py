@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -81,8 +82,13 @@ class Machine:
         self.block_counts: dict[int, np.ndarray] = {}
 
     def _register_guess(self) -> int:
-        """Registers a thread at launch when ptxas's count is not known: the file divided over the threads."""
-        return min(255, 65536 // max(self.threads, 1) // 8 * 8)
+        """Registers a thread at launch when ptxas's count is not known.
+
+        The file divided over the threads that the kernel is compiled for; a launch may have fewer.
+        """
+        directives = self.program.entry.directives
+        compiled = directives.get("reqntid") or directives.get("maxntid") or (self.threads,)
+        return min(255, 65536 // max(math.prod(compiled), 1) // 8 * 8)
 
     def _lay_out_memory(self) -> None:
         program = self.program
