@@ -160,13 +160,10 @@ struct Consumer {
         bool fits = true, opened = false;  // opened: the last step was a tile's first, the tile before is to be stored
         for (int done = index;;) {
             finish_output(s, o, p);
-            if (C::kResident && opened && !same_keys<C>(args, done, index)) release_values(done);
-            const bool late = C::kResident && opened && left == 0;
-            uint32_t rounded[kOutputs / 2];
-            if (late)
-                put_off(done, o, factor, rounded);
-            else if (opened)
+            if (opened) {
+                if (C::kResident && !same_keys<C>(args, done, index)) release_values(done);
                 store(done, o, factor);
+            }
             opened = false;
             while (left > 0) {
                 wait_keys();
@@ -193,11 +190,9 @@ struct Consumer {
                 continue;
             }
 
-            const int before = done;
             done = index;
             index = next_tile(index + tile_step<C>());
             if (index >= end_tile<C>(args)) {
-                if (late) send_late(before, rounded);
                 index = done;
                 break;
             }
@@ -207,10 +202,9 @@ struct Consumer {
             take_queries();
             take_turn();
             issue_scores(s);
-            if (C::kResident) pass_turn();
-            if (late) send_late(before, rounded);
+            if (C::kPassEarly) pass_turn();
             wait_values();
-            issue_output<!C::kResident>(o, p);
+            issue_output<!C::kPassEarly>(o, p);
             start(index, left, tail, keep);
             recorder.enter(Phase::kEpilogue);
             finish_rows(done, softmax, factor);
@@ -360,43 +354,19 @@ struct Consumer {
 
     __device__ __forceinline__ void store(int index, const float (&o)[kOutputs], const float (&inverse)[2]) {
         recorder.enter(Phase::kEpilogue);
-        if (args.splits.value > 1)
-            write_partial(index, o, inverse);
-        else
-            send(index, [&](int i) { return Rows<C, Element>::pair(o, inverse, i); });
-    }
-
-    __device__ __forceinline__ void write_partial(int index, const float (&o)[kOutputs], const float (&inverse)[2]) {
-        const Tile tile = locate<C>(args, index);
-        Rows<C, Element>{args, tile, group}.write_partial(o, inverse);
-    }
-
-    template <typename Get>
-    __device__ __forceinline__ void send(int index, const Get& get) {
         const Tile tile = locate<C>(args, index);
         const Rows<C, Element> rows{args, tile, group};
-        // The copy engine may still read the tile before.
-        if (threadIdx.x % 32 == 0) bulk_wait_group_read();
-        __syncwarp();
-        rows.stage(smem.o(group), get);
-        fence_proxy_async_smem();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) rows.send(smem.o(group), o_map);
-    }
-
-    // For a tile with one block of keys, whose O can wait until the next scores are on their way: they find the tensor
-    // core idle otherwise. Of what the next P V overwrites, ptxas lets nothing be read behind those scores: hence
-    // `rounded`.
-    __device__ __forceinline__ void put_off(int index, const float (&o)[kOutputs], const float (&inverse)[2],
-                                            uint32_t (&rounded)[kOutputs / 2]) {
-        recorder.enter(Phase::kEpilogue);
-        if (args.splits.value > 1) return write_partial(index, o, inverse);
-#pragma unroll
-        for (int i = 0; i < kOutputs / 2; ++i) rounded[i] = Rows<C, Element>::pair(o, inverse, i);
-    }
-
-    __device__ __forceinline__ void send_late(int index, const uint32_t (&rounded)[kOutputs / 2]) {
-        if (args.splits.value == 1) send(index, [&](int i) { return rounded[i]; });
+        if (args.splits.value > 1) {
+            rows.write_partial(o, inverse);
+        } else {
+            // The copy engine may still read the tile before.
+            if (threadIdx.x % 32 == 0) bulk_wait_group_read();
+            __syncwarp();
+            rows.stage(smem.o(group), o, inverse);
+            fence_proxy_async_smem();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) rows.send(smem.o(group), o_map);
+        }
     }
 };
 

@@ -86,20 +86,19 @@ struct Rows {
         return buffer + warp * (kWarpRows * C::kHeadDim * 2);
     }
 
-    // Two neighbouring values of the thread's part of O, scaled and rounded.
-    static __device__ __forceinline__ uint32_t pair(const float (&o)[kOutputs], const float (&inverse)[2], int i) {
-        return pack<Element>(o[2 * i] * inverse[i % 2], o[2 * i + 1] * inverse[i % 2]);
-    }
-
-    // The warp's rows, whose pairs `get` gives, into a swizzled tile in shared memory.
-    template <typename Get>
-    __device__ __forceinline__ void stage(uint32_t buffer, const Get& get) const {
+    // The warp's rows, scaled and rounded, into a swizzled tile in shared memory.
+    __device__ __forceinline__ void stage(uint32_t buffer, const float (&o)[kOutputs],
+                                          const float (&inverse)[2]) const {
         const uint32_t thread = fresh_thread();
         const int warp = thread % 128 / 32, lane = thread % 32;
 #pragma unroll
-        for (int step = 0; step < C::kHeadDim / 16; ++step)
-            stmatrix_x4(fragment_address<kWarpRows>(own(buffer, warp), 0, lane, step), get(4 * step),
-                        get(4 * step + 1), get(4 * step + 2), get(4 * step + 3));
+        for (int step = 0; step < C::kHeadDim / 16; ++step) {
+            uint32_t r[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                r[i] = pack<Element>(o[8 * step + 2 * i] * inverse[i % 2], o[8 * step + 2 * i + 1] * inverse[i % 2]);
+            stmatrix_x4(fragment_address<kWarpRows>(own(buffer, warp), 0, lane, step), r[0], r[1], r[2], r[3]);
+        }
     }
 
     __device__ __forceinline__ void send(uint32_t buffer, const CUtensorMap& o_map) const {
