@@ -36,6 +36,7 @@ from videoattn.demo.model import DEFAULTS, load_pipeline
 # In order of preference: a call that the first cannot take, a masked one, goes to the next.
 BACKENDS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "math": [SDPBackend.MATH],
     "sdpa": None,
 }
@@ -147,7 +148,7 @@ def compare(
 
 def print_rows(title: str, found: dict[str, list[float]], rival: str, arm: str) -> bool:
     """Print the table of one kind of result; whether the arm passes."""
-    print(title)
+    print(title, flush=True)
     for seed in range(len(found[rival])):
         print(
             f"  seed {seed}: " + ", ".join(f"{name} {values[seed]:.2f} dB" for name, values in found.items())
@@ -176,7 +177,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--arm", default="block", help="an arm of bench_denoise.py")
     parser.add_argument("--reference", default="cudnn" if cuda else "sdpa")
     parser.add_argument("--rival", default="flash4" if cuda else "math")
-    parser.add_argument("--controls", nargs="*", default=["call", "flash3"] if cuda else ["call"])
+    parser.add_argument("--controls", nargs="*", default=["call", "efficient"] if cuda else ["call"])
     parser.add_argument("--config", default="ltx2.3" if cuda else "tiny", choices=list(denoise_models.MODELS))
     parser.add_argument("--size", default="768x512" if cuda else "64x64", metavar="WxH")
     parser.add_argument("--frames", type=int, default=249 if cuda else 9)
