@@ -37,10 +37,11 @@ def _run(
     # Opaque to torch.compile: choosing and timing happen at run time, never while tracing.
     again = choose.again
     bound = choose.bind(q, k, kv_lengths, mask, return_lse, kernel, kind)
-    gates: dict[str, Any] = {}
-    if gate is not None and getattr(bound.kernel, "GATES", False):
-        gates["gate"] = gate
     active = recorder.active()
+    # The kernel's own; or done after it, which also keeps it comparable with arms that know no gates.
+    gates: dict[str, Any] = {}
+    if gate is not None and getattr(bound.kernel, "GATES", False) and not (active and active.compare):
+        gates["gate"] = gate
     if active is None:
         results = bound.kernel.run(
             q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse, **gates
@@ -81,20 +82,16 @@ def _recorded(
     gates: dict[str, Any],
     ready: Call | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Through the recording; `ready` is the chosen kernel's call made ready, if there is one.
-
-    Other kernels, whose outputs nobody sees, run without `gates`, which they may not know.
-    """
+    """Through the recording; `ready` is the chosen kernel's call made ready, if there is one."""
 
     def launch(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        chosen = name == bound.choice.kernel
-        if ready is not None and chosen:
+        if ready is not None and name == bound.choice.kernel:
             results = ready(q, k, v, kv_lengths, **gates)
             if results is not None:
                 return results
-        kernel, options = (bound.kernel, gates) if chosen else (kernels.get(name), {})
+        kernel = bound.kernel if name == bound.choice.kernel else kernels.get(name)
         return kernel.run(
-            q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse, **options
+            q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse, **gates
         )
 
     return active.record(bound.call, bound.choice, launch, device=q.device, kv_lengths=kv_lengths)
@@ -120,6 +117,8 @@ def _again(
     active = recorder.active()
     if active is None:
         return call(q, k, v, kv_lengths) if gate is None else call(q, k, v, kv_lengths, gate)
+    if gate is not None and active.compare:
+        return None
     gates = {} if gate is None else {"gate": gate}
     return _recorded(active, bound, q, k, v, scale, kv_lengths, None, return_lse, gates, call)
 
