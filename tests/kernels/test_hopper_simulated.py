@@ -124,7 +124,7 @@ GATED = [(128, 128, 300), (64, 192, 300), (64, 128, 370), (128, 128, 200), (64, 
 @pytest.mark.parametrize("schedule", MOSTLY_SLOW)
 @pytest.mark.parametrize(("head_dim", "rows", "kv_len"), GATED)
 def test_gates(head_dim, rows, kv_len, schedule):
-    """Two entries of two heads on one CTA: tile after tile, ragged ends of heads; logits of a wider tensor."""
+    """Two entries of two heads on one CTA: tile after tile, ragged ends; logits of a wider tensor."""
     dtype = torch.float16 if kv_len in (370, 200) else torch.bfloat16
     q, k, v = inputs(2, 2, 2 * rows - 50, kv_len, head_dim, dtype)
     logits = gates.draw(q.shape[:3], dtype)
