@@ -126,11 +126,9 @@ VARIANTS: dict[str, Variant] = {
     "d128short_queries_in_registers": d128short("less shared-memory traffic", kQInRegisters=True),
     "d128short_one_query_buffer": d128short("what the second is worth", kQueryBuffers=1),
     "d128short_no_turns": d128short("steps are few, tiles are short", kTurns=False),
-    "d128short_late_pass": d128short("the turn is passed behind the P V", kPassEarly=False),
     "d128short_n64": d128short("half a tile less padding", kTileN=64, kStages=4),
     "d64short_base": d64short("the product"),
     "d64short_one_query_buffer": d64short("what the second is worth", kQueryBuffers=1),
-    "d64short_late_pass": d64short("the turn is passed behind the P V", kPassEarly=False),
     "d64short_no_turns": d64short("steps are few, tiles are short", kTurns=False),
     "d64short_two_consumers": d64short(
         "two blocks of 144 keys, queries in registers: lost but for few queries",
