@@ -1,11 +1,13 @@
 """Whether a way to run the transformer stays within the noise floor of two stock backends.
 
 For every seed the demo model renders a clip and a full-size transformer denoises random latents for some
-steps, each several times: by a reference (stock, cuDNN), by a rival backend (FlashAttention-4 swapped in), by
-control arms, which are stock but for their attention kernel, and by the arm in question. The arm passes where
-PSNR(arm, reference) >= PSNR(rival, reference) - 1 dB for every seed, and where its peak memory is at most 5 %
-above stock's (memory that CUDA graphs hold is printed apart). How the controls do says what an arm could do
-whose only difference is its attention kernel; they decide nothing.
+steps, each several times: by a reference (stock, cuDNN), by a rival backend (FlashAttention-4 swapped in),
+by control arms, which are stock but for their attention kernel, and by the arm in question. The arm passes
+where PSNR(arm, reference) - PSNR(rival, reference), averaged over the seeds, is -1 dB or more by the lower
+end of its bootstrap 95 % interval, and where its peak memory is at most 5 % above stock's (memory that CUDA
+graphs hold is printed apart). Single seeds are printed and counted but decide nothing: some clips answer
+any rounding by several dB, so that of two equally good arms about one seed in six is 1 dB behind. Nor do
+the controls: they say what an arm does whose only difference is its attention kernel.
 
     python scripts/check_denoise_accuracy.py --arm block --config ltx2.3 --size 768x512
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import sys
 from collections.abc import Iterator
@@ -157,16 +160,33 @@ def print_rows(title: str, found: dict[str, list[float]], rival: str, arm: str) 
         "  mean:   "
         + ", ".join(f"{name} {statistics.fmean(values):.2f} dB" for name, values in found.items())
     )
-    near = {
-        name: sum(a >= b - MARGIN_DB for a, b in zip(values, found[rival], strict=True))
-        for name, values in found.items()
-        if name != rival
-    }
-    for name, count in near.items():
-        print(f"  {name}: {count} of {len(found[rival])} seeds at most {MARGIN_DB:g} dB below {rival}")
-    passed = near[arm] == len(found[rival])
+    passed = False
+    for name, values in found.items():
+        if name == rival:
+            continue
+        behind = [_difference(a, b) for a, b in zip(values, found[rival], strict=True)]
+        near = sum(difference >= -MARGIN_DB for difference in behind)
+        mean, low, high = mean_bounds(behind)
+        print(
+            f"  {name} - {rival}: {mean:+.2f} dB [{low:+.2f}, {high:+.2f}], "
+            f"{near} of {len(behind)} seeds at most {MARGIN_DB:g} dB below"
+        )
+        if name == arm:
+            passed = low >= -MARGIN_DB
     print(f"  {arm}: {'ok' if passed else 'FAILED'}")
     return passed
+
+
+def _difference(a: float, b: float) -> float:
+    # Both equal to the reference.
+    return 0.0 if a == b else a - b
+
+
+def mean_bounds(values: list[float], seed: int = 0, draws: int = 20_000) -> tuple[float, float, float]:
+    """Mean, and the 2.5 % and 97.5 % points of the resampled mean."""
+    generator = random.Random(seed)
+    means = sorted(statistics.fmean(generator.choices(values, k=len(values))) for _ in range(draws))
+    return statistics.fmean(values), means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
 
 
 def main(arguments: list[str]) -> int:

@@ -126,11 +126,9 @@ VARIANTS: dict[str, Variant] = {
     "d128short_queries_in_registers": d128short("less shared-memory traffic", kQInRegisters=True),
     "d128short_one_query_buffer": d128short("what the second is worth", kQueryBuffers=1),
     "d128short_no_turns": d128short("steps are few, tiles are short", kTurns=False),
-    "d128short_late_pass": d128short("the turn is passed behind the P V", kPassEarly=False),
     "d128short_n64": d128short("half a tile less padding", kTileN=64, kStages=4),
     "d64short_base": d64short("the product"),
     "d64short_one_query_buffer": d64short("what the second is worth", kQueryBuffers=1),
-    "d64short_late_pass": d64short("the turn is passed behind the P V", kPassEarly=False),
     "d64short_no_turns": d64short("steps are few, tiles are short", kTurns=False),
     "d64short_two_consumers": d64short(
         "two blocks of 144 keys, queries in registers: lost but for few queries",
@@ -160,6 +158,7 @@ SHAPES = {
     ],
     "d64short": ["audio to video 12288x259", "1,32,12288,240,64", "1,32,12288,126,64", "audio self 259"],
 }
+SHAPE_NAMES = [name for names in SHAPES.values() for name in names]
 SUSTAINED = {"self 28160", "text 12288x1024", "D64 self 14080"}
 
 
@@ -271,7 +270,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--library", type=other, action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--tiles", type=tile, nargs="*", default=[], metavar="ROWSxPARTS")
-    parser.add_argument("--shapes", nargs="+", default=None, metavar="SHAPE", help="only these of them")
+    parser.add_argument("--shapes", nargs="+", default=SHAPE_NAMES, choices=SHAPE_NAMES, metavar="SHAPE")
     parser.add_argument("--arms", nargs="*", default=["flash3", "flash4", "cudnn"], choices=list(bench.ARMS))
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS")
@@ -298,7 +297,7 @@ def main() -> int:
             if not arms:
                 continue
             arms |= {name: bench.ARMS[name] for name in options.arms}
-            for name in (name for name in names if options.shapes is None or name in options.shapes):
+            for name in (name for name in names if name in options.shapes):
                 report[name] = tune(bench.BY_NAME.get(name) or bench.parse_shape(name), arms, options, power)
                 torch.cuda.empty_cache()
     power.stop()

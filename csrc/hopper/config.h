@@ -23,7 +23,6 @@ struct Choices {
     // of a CTA.
     static constexpr bool kResident = false;
     static constexpr bool kTurns = true;  // whether consumers take turns at issuing
-    static constexpr bool kPassEarly = false;  // pass the turn between a tile's first scores and the last P V before them
 };
 
 struct D128N128Choices : Choices {
@@ -45,13 +44,11 @@ struct D64N96Choices : D64N112Choices {
 struct D128N128ShortChoices : Choices {
     static constexpr int kQueryBuffers = 2;
     static constexpr bool kResident = true;
-    static constexpr bool kPassEarly = true;
 };
 
 struct D64N96ShortChoices : D64N96Choices {
     static constexpr int kQueryBuffers = 2;
     static constexpr bool kResident = true;
-    static constexpr bool kPassEarly = true;
 };
 
 struct D64N64ShortChoices : D64N96ShortChoices {

@@ -202,9 +202,8 @@ struct Consumer {
             take_queries();
             take_turn();
             issue_scores(s);
-            if (C::kPassEarly) pass_turn();
             wait_values();
-            issue_output<!C::kPassEarly>(o, p);
+            issue_output<true>(o, p);
             start(index, left, tail, keep);
             recorder.enter(Phase::kEpilogue);
             finish_rows(done, softmax, factor);

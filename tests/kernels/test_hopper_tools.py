@@ -111,6 +111,13 @@ def test_another_version_is_an_arm_by_its_name():
             tune_hopper.other(text)
 
 
+def test_a_tile_of_the_product_is_an_arm():
+    assert tune_hopper.tile("128x2") == ("128x2", {"rows": 128, "splits": 2})
+    for text in ("128", "x2", "128x", "128x2x1", "-1x2"):
+        with pytest.raises(argparse.ArgumentTypeError, match="ROWSxPARTS"):
+            tune_hopper.tile(text)
+
+
 def test_the_profile_tells_the_order_of_a_step(tmp_path):
     """The script as a user runs it, in the simulator."""
     target = tmp_path / "trace.json"

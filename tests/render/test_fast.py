@@ -42,14 +42,18 @@ def test_a_cpu_says_that_nothing_is_known():
         ((8, 0), {}, "--fast: nothing was measured on NVIDIA X or its family, rendering as usual"),
         ((9, 0), {"offload": "group"}, "--fast: nothing was measured with offloaded or fp8 weights"),
         ((9, 0), {"dtype": "fp8"}, "--fast: nothing was measured with offloaded or fp8 weights"),
-        ((9, 0), {}, "--fast on NVIDIA X: compiled blocks (on one H200, 2026-11-30"),
+        (
+            (9, 0),
+            {},
+            "--fast on NVIDIA X: fused work at level block, CUDA graphs up to 49152 tokens (on one H200",
+        ),
     ],
 )
 def test_what_a_gpu_gets(monkeypatch, capability, job, says):
     on(monkeypatch, capability)
     chosen = fast(RenderJob(fast=True, **job), CUDA)
     assert chosen.says.startswith(says)
-    assert chosen.anything == ("compiled" in says)
+    assert chosen.anything == ("fused" in says)
 
 
 def test_every_entry_names_its_measurement():
