@@ -28,6 +28,14 @@ typedef struct VideoattnTensor {
     int64_t stride_head;
 } VideoattnTensor;
 
+// Logits (batch, q_len, heads), of q's dtype, whose heads lie side by side: every head of the output is multiplied by
+// twice the sigmoid of its logit. The output is rounded before, and so is the sigmoid.
+typedef struct VideoattnGate {
+    const void* data;  // null: no gates
+    int64_t stride_batch;
+    int64_t stride_seq;
+} VideoattnGate;
+
 typedef struct VideoattnCall {
     uint32_t struct_bytes;  // sizeof(VideoattnCall) of the caller
     int32_t arch;           // compute capability without its dot: 90, 100, 103; 0 asks the device
@@ -46,6 +54,7 @@ typedef struct VideoattnCall {
     void* stream;               // cudaStream_t
     void* workspace;            // videoattn_workspace_bytes bytes on the device, at a multiple of 32 bytes (16 for
                                 // compute capability 9.0); null: keys are never split
+    VideoattnGate gate;
 } VideoattnCall;
 
 // Arguments of cuTensorMapEncodeTiled; enum fields carry the driver's values. Interleave is none and element

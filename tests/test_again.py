@@ -116,6 +116,61 @@ def test_any_other_call_is_not(served):
     assert len(served) == 2
 
 
+def test_gated_calls_are_ready_for_gated_ones_alone(served, monkeypatch):
+    def run(q, k, v, *, gate=None, **options):
+        out, lse = plain(q, k, v, **options)
+        return out if gate is None else out * gate[..., None], lse
+
+    plain = sdpa.run
+    monkeypatch.setattr(sdpa, "run", run)
+    q, k, v = inputs()
+    gate = torch.randn(2, 37, 3)
+    # A kernel that knows no gates is made ready for no gated call.
+    for _ in range(2):
+        attend(q, k, v, gate=gate)
+    assert served == []
+    monkeypatch.setattr(sdpa, "GATES", True, raising=False)
+    prepare = sdpa.prepare  # type: ignore[attr-defined]
+
+    def gated(q, k, v, gate=None, **options):
+        call = prepare(q, k, v, **options)
+
+        def ready(q, k, v, kv_lengths, gate=None):
+            out, lse = call(q, k, v, kv_lengths)
+            return out if gate is None else out * gate[..., None], lse
+
+        return ready
+
+    monkeypatch.setattr(sdpa, "prepare", gated)
+    expected = reference(q, k, v)[0]
+
+    def close(out, gate=None):
+        want = expected if gate is None else expected * gate[..., None]
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+    lengths = torch.full((2,), 53, dtype=torch.int32)
+    close(attend(q, k, v, gate=gate)[0], gate)
+    close(attend(q, k, v)[0])
+    close(attend(q, k, v, kv_lengths=lengths)[0])
+    assert served == []
+    for count in (1, 2):
+        other = torch.randn(2, 37, 3)
+        close(attend(q, k, v, gate=other)[0], other)
+        assert len(served) == count
+    close(attend(q, k, v)[0])
+    with videoattn.record_timing():
+        close(attend(q, k, v, gate=gate)[0], gate)
+    assert len(served) == 4
+    # Of another layout, and one that wants a gradient.
+    wide = torch.randn(2, 37, 5)[..., :3]
+    close(attend(q, k, v, gate=wide)[0], wide)
+    wanting = gate.clone().requires_grad_()
+    with torch.no_grad():
+        for _ in range(2):
+            close(attend(q, k, v, gate=wanting)[0], wanting)
+    assert len(served) == 4
+
+
 def test_a_scale_that_can_change_is_no_key(served):
     q, k, v = inputs()
     scale = torch.tensor(0.1)

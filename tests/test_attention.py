@@ -11,9 +11,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import videoattn
-from videoattn.attention import attend
+from videoattn.attention import _plain, attend
 from videoattn.dispatch import AttentionCall, KernelUnavailable, choose
 from videoattn.kernels import flash3, sdpa
+from videoattn.processors.fused import gate_twin
 
 
 def reference(q, k, v, scale=None, kv_lengths=None):
@@ -122,6 +123,70 @@ def test_op_registration_is_sound():
     )
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gates_are_the_twin_of_any_kernel(kernel, dtype):
+    q, k, v = inputs(dtype=dtype)
+    lengths = torch.tensor([17, 0], dtype=torch.int32)
+    logits = torch.randn(2, 37, 5, dtype=dtype)[..., 1:4]
+    options = {"kv_lengths": lengths, "kernel": kernel, "return_lse": True}
+    out, lse = attend(q, k, v, **options)
+    gated, same_lse = attend(q, k, v, gate=logits, **options)
+    assert torch.equal(gated, gate_twin(out.flatten(2), logits).view(out.shape))
+    assert torch.equal(same_lse, lse)
+    assert (gated[1] == 0).all()
+
+
+def test_gated_calls_compile_and_have_sound_fakes():
+    q, k, v = inputs()
+    logits = torch.randn(2, 37, 3)
+    args = (q, k, v, 0.125, None, None, True, "sdpa", "video_self", logits)
+    torch.library.opcheck(
+        torch.ops.videoattn.attention.default, args, test_utils=("test_schema", "test_faketensor")
+    )
+    compiled = torch.compile(
+        lambda q, logits: attend(q, k, v, gate=2 * logits)[0] + 1, fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(compiled(q, logits), attend(q, k, v, gate=2 * logits)[0] + 1)
+
+
+def test_gates_go_to_a_kernel_that_knows_them(monkeypatch):
+    q, k, v = inputs()
+    logits = torch.randn(2, 37, 3)
+    plain = attend(q, k, v)[0]
+    given = []
+
+    def run(q, k, v, *, gate=None, **options):
+        given.append(gate)
+        out, lse = flawless(q, k, v, **options)
+        return out if gate is None else 3 * out, lse
+
+    flawless = sdpa.run
+    monkeypatch.setattr(sdpa, "run", run)
+    monkeypatch.setattr(sdpa, "GATES", True, raising=False)
+    assert torch.equal(attend(q, k, v, gate=logits)[0], 3 * plain)
+    assert given == [logits]
+    with videoattn.record_timing():
+        assert torch.equal(attend(q, k, v, gate=logits)[0], 3 * plain)
+    # Beside arms that know none, gates are a pass of their own, and all outputs are of one attention.
+    with videoattn.record_timing(compare="reference") as recording:
+        gated = attend(q, k, v, gate=logits)[0]
+    assert torch.equal(gated, gate_twin(plain.flatten(2), logits).view(plain.shape))
+    assert given[2:] == [None]
+    (row,) = recording.rows
+    assert row.arms["reference"].max_abs_diff < 1e-5
+
+
+def test_only_plain_gates_skip_the_dispatcher():
+    q, k, v = inputs()
+    logits = torch.randn(2, 37, 3)
+    assert _plain(q, k, v, logits)
+    negated = torch.complex(logits, -logits).conj().imag
+    for gate in (logits.clone().requires_grad_(), logits.as_subclass(Seen), negated):
+        assert not _plain(q, k, v, gate)
+    torch.testing.assert_close(attend(q, k, v, gate=negated), attend(q, k, v, gate=logits))
+
+
 def test_requires_grad_is_refused():
     q, k, v = inputs()
     q.requires_grad_()
@@ -153,6 +218,10 @@ def test_bad_arguments_name_the_fault(change, message):
 def test_a_named_kernel_never_falls_back(kernel):
     with pytest.raises(KernelUnavailable, match=f"'{kernel}' cannot serve"):
         videoattn.attention(*inputs(), kernel=kernel)
+
+
+class Seen(torch.Tensor):
+    pass
 
 
 class Ops(TorchDispatchMode):

@@ -57,7 +57,7 @@ def _guards_hold() -> bool:
 AVAILABLE = _guards_hold()
 
 
-def can_keep(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def can_keep(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor | None = None) -> bool:
     """Whether a call of these can be made ready."""
     return (
         AVAILABLE
@@ -65,6 +65,7 @@ def can_keep(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and not (q is k or q is v or k is v)
         # and not all torch releases' guards look at grad mode, which decides what requires_grad means.
         and not (q.requires_grad or k.requires_grad or v.requires_grad)
+        and (gate is None or not gate.requires_grad)
     )
 
 

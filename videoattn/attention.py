@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch._C._functorch import maybe_current_level as _transform_level
@@ -17,7 +17,7 @@ from videoattn.timing import recorder
 _library = torch.library.Library("videoattn", "DEF")
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, float scale, Tensor? kv_lengths, Tensor? mask, bool return_lse, "
-    "str kernel, str kind) -> (Tensor, Tensor)"
+    "str kernel, str kind, Tensor? gate=None) -> (Tensor, Tensor)"
 )
 
 
@@ -31,24 +31,42 @@ def _run(
     return_lse: bool,
     kernel: str,
     kind: str,
+    gate: torch.Tensor | None = None,
     key: tuple | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     # Opaque to torch.compile: choosing and timing happen at run time, never while tracing.
     again = choose.again
     bound = choose.bind(q, k, kv_lengths, mask, return_lse, kernel, kind)
     active = recorder.active()
+    # The kernel's own; or done after it, which also keeps it comparable with arms that know no gates.
+    gates: dict[str, Any] = {}
+    if gate is not None and getattr(bound.kernel, "GATES", False) and not (active and active.compare):
+        gates["gate"] = gate
     if active is None:
         results = bound.kernel.run(
-            q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse
+            q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse, **gates
         )
     else:
-        results = _recorded(active, bound, q, k, v, scale, kv_lengths, mask, return_lse)
+        results = _recorded(active, bound, q, k, v, scale, kv_lengths, mask, return_lse, gates)
+    if gate is not None and not gates:
+        return _gated(results[0], gate), results[1]
     prepare = getattr(bound.kernel, "prepare", None)
-    if key is not None and prepare is not None and can_keep(q, k, v):
-        call = prepare(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse)
+    if key is not None and prepare is not None and can_keep(q, k, v, gate):
+        call = prepare(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, **gates)
         if call is not None:
-            again.keep(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths), (bound, scale, call))
+            tensors = (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths)
+            again.keep(key, tensors if gate is None else (*tensors, gate), (bound, scale, call))
     return results
+
+
+def _gated(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Every head times twice the sigmoid of its logit."""
+    # Triton's, where the processors have registered it: one pass over the output.
+    op = getattr(torch.ops.videoattn, "gate", None) if out.is_cuda else None
+    if op is None:
+        return out * (2.0 * torch.sigmoid(gate)).unsqueeze(-1)
+    with torch.cuda.device(out.device):
+        return op(out.flatten(2, 3), gate).unflatten(2, out.shape[2:])
 
 
 def _recorded(
@@ -61,17 +79,20 @@ def _recorded(
     kv_lengths: torch.Tensor | None,
     mask: torch.Tensor | None,
     return_lse: bool,
+    gates: dict[str, Any],
     ready: Call | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Through the recording; `ready` is the chosen kernel's call made ready, if there is one."""
 
     def launch(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         if ready is not None and name == bound.choice.kernel:
-            results = ready(q, k, v, kv_lengths)
+            results = ready(q, k, v, kv_lengths, **gates)
             if results is not None:
                 return results
         kernel = bound.kernel if name == bound.choice.kernel else kernels.get(name)
-        return kernel.run(q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse)
+        return kernel.run(
+            q, k, v, scale=scale, kv_lengths=kv_lengths, mask=mask, return_lse=return_lse, **gates
+        )
 
     return active.record(bound.call, bound.choice, launch, device=q.device, kv_lengths=kv_lengths)
 
@@ -83,22 +104,27 @@ def _again(
     kv_lengths: torch.Tensor | None,
     return_lse: bool,
     key: tuple,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The result of a call like an earlier one; None where there was none, or somebody watches this one."""
     if _function_modes() or profiler._is_profiler_enabled:
         return None
-    found = choose.again.find(key, (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths))
+    tensors = (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths)
+    found = choose.again.find(key, tensors if gate is None else (*tensors, gate))
     if found is None:
         return None
     bound, scale, call = found
     active = recorder.active()
     if active is None:
-        return call(q, k, v, kv_lengths)
-    return _recorded(active, bound, q, k, v, scale, kv_lengths, None, return_lse, call)
+        return call(q, k, v, kv_lengths) if gate is None else call(q, k, v, kv_lengths, gate)
+    if gate is not None and active.compare:
+        return None
+    gates = {} if gate is None else {"gate": gate}
+    return _recorded(active, bound, q, k, v, scale, kv_lengths, None, return_lse, gates, call)
 
 
-def _op(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind):
-    out, lse = _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind)
+def _op(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, gate=None):
+    out, lse = _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, gate)
     # An op's results can't be None.
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
@@ -108,14 +134,14 @@ _library.impl("attention", _op, "CUDA")
 
 
 @torch.library.register_fake("videoattn::attention", lib=_library)
-def _fake(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind):
+def _fake(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, gate=None):
     batch, q_len, heads, _ = q.shape
     out = q.new_empty((batch, q_len, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, q_len) if return_lse else (0,), dtype=torch.float32)
     return out, lse
 
 
-def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor | None) -> bool:
     """Whether the dispatcher would do nothing but call the op's body: eager tensors of CPU or CUDA, and
     nobody who watches or transforms ops (modes, functorch, tracing, autograd, profiler)."""
     return (
@@ -124,6 +150,7 @@ def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and type(v) is torch.Tensor
         and (q.is_cuda or q.is_cpu)
         and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and (gate is None or (type(gate) is torch.Tensor and not gate.is_neg() and not gate.requires_grad))
         and _dispatch_modes() == 0
         and _function_modes() == 0
         and _transform_level() is None
@@ -149,18 +176,23 @@ def attend(
     return_lse: bool = False,
     kernel: str = "auto",
     kind: str = "",
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The op without argument checks, with a dense mask and a kind: what the processors call.
+    """The op without argument checks, with a dense mask, gates and a kind: what the processors call.
 
-    Shapes as in `attention`; the second result is None unless `return_lse`.
+    Shapes as in `attention`; the second result is None unless `return_lse`. `gate` holds logits `(batch,
+    q_len, heads)` of dtype and device of `q`: every head of the rounded output is multiplied by twice the
+    sigmoid of its own.
     """
     key = None
     if mask is None and not torch.compiler.is_dynamo_compiling() and _kept_by(scale):
         key = kernel, kind, return_lse, scale, kv_lengths is None
-        done = _again(q, k, v, kv_lengths, return_lse, key)
+        if gate is not None:
+            key = (*key, "gate")
+        done = _again(q, k, v, kv_lengths, return_lse, key, gate)
         if done is not None:
             return done
-    return _attend(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, key)
+    return _attend(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, key, gate)
 
 
 def _kept_by(scale: float | None) -> bool:
@@ -179,14 +211,15 @@ def _attend(
     kernel: str,
     kind: str,
     key: tuple | None,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     # The dispatcher costs an eager call as much as all the rest of the op; a compiled one needs the op.
-    if not torch.compiler.is_dynamo_compiling() and _plain(q, k, v):
-        return _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, key)
+    if not torch.compiler.is_dynamo_compiling() and _plain(q, k, v, gate):
+        return _run(q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, gate, key)
     out, lse = torch.ops.videoattn.attention.default(
-        q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind
+        q, k, v, scale, kv_lengths, mask, return_lse, kernel, kind, gate
     )
     return out, lse if return_lse else None
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../api.h"
 #include "../common/divisor.h"
 
 namespace videoattn::blackwell {
@@ -53,6 +54,7 @@ struct Args {
     Divisor splits;
     int32_t items;     // q_blocks * splits * heads * batch, in this order from the fastest
     float scale_log2;  // softmax scale * log2(e)
+    VideoattnGate gate;  // of what is not merged
 };
 
 }  // namespace videoattn::blackwell

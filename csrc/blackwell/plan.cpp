@@ -19,6 +19,7 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.lse = call.lse;
     args.kv_lengths = call.kv_lengths;
     const int parts = call.workspace == nullptr ? 1 : splits(call);
+    if (parts == 1) args.gate = call.gate;
     if (parts > 1) {
         args.partial_out = static_cast<float*>(call.workspace);
         args.lse = args.partial_out + workspace_of(call, parts).output_bytes / 4;

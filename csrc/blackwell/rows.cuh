@@ -1,6 +1,7 @@
 // The roles that have one thread a row: softmax (a warpgroup for each Q tile) and correction (one for both).
 #pragma once
 
+#include "../common/gate.cuh"
 #include "../common/softmax.cuh"
 #include "work.cuh"
 
@@ -125,10 +126,10 @@ __device__ __forceinline__ void softmax_warp(Shared<C>& shared, int q, TmemAddre
     }
 }
 
-// O of this warp's 32 rows, times each row's scale, to global memory through shared memory. Zeros if the item has no keys.
+// O of this warp's 32 rows, times each row's scale and gate, to global memory through shared memory. Zeros if the item has no keys.
 template <typename C, typename Element>
 __device__ __forceinline__ void store_output(uint32_t staging, const CUtensorMap& o_map, TmemAddress o_tmem, float scale,
-                                             const Work& work, int q) {
+                                             uint32_t gate, const Work& work, int q) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
         ptx::bulk_wait_group_read();  // of the store before
@@ -144,6 +145,12 @@ __device__ __forceinline__ void store_output(uint32_t staging, const CUtensorMap
 #pragma unroll
             for (int i = 0; i < kChunk / 2; ++i) {
                 packed[i] = pack(make_float2(v[2 * i] * scale, v[2 * i + 1] * scale), Element());
+            }
+            if (work.args.gate.data != nullptr) {
+#pragma unroll
+                for (int i = 0; i < kChunk / 2; ++i) {
+                    packed[i] = multiply<Element>(packed[i], gate);
+                }
             }
         }
 #pragma unroll
@@ -235,7 +242,12 @@ __device__ __forceinline__ void correction_warp(Shared<C>& shared, uint32_t smem
         }
         for (int q = 0; q < work.q_tiles; ++q) {
             float scale = 0.0f;
+            uint32_t gate = 0;
             if (work.tiles > 0) {
+                const int query = work.q_row + q * kTileRows + row;
+                if (args.gate.data != nullptr && query < args.q_len) {
+                    gate = gate_of<Element>(args.gate, work.batch, query, work.head);  // beside the last PV
+                }
                 scale = 1.0f / receive(q);
                 wait_output(q);
             } else if (args.lse != nullptr && work.q_row + q * kTileRows + row < args.q_len) {
@@ -244,7 +256,7 @@ __device__ __forceinline__ void correction_warp(Shared<C>& shared, uint32_t smem
             if (args.splits.value > 1) {
                 store_partial<C>(o_tmem + q * C::kHeadDim, scale, work, work.q_row + q * kTileRows + row);
             } else {
-                store_output<C, Element>(staging, o_map, o_tmem + q * C::kHeadDim, scale, work, q);
+                store_output<C, Element>(staging, o_map, o_tmem + q * C::kHeadDim, scale, gate, work, q);
             }
         }
     }

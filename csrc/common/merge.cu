@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "gate.cuh"
 #include "launch.h"
 
 namespace videoattn {
@@ -59,9 +60,17 @@ __device__ __forceinline__ void merge(const MergeArgs& args) {
     for (int i = 0; i < kMergeColumns; ++i) packed[i] = rounded<Element>(out[i] * inverse);
     const int64_t pair = row / args.q_len, position = row - pair * args.q_len;
     const int64_t batch = pair / args.heads, head = pair - batch * args.heads;
+    uint4 stored = *reinterpret_cast<const uint4*>(packed);
+    if (args.gate.data != nullptr) {
+        const uint32_t gate = gate_of<Element>(args.gate, batch, position, static_cast<int>(head));
+        stored.x = multiply<Element>(stored.x, gate);
+        stored.y = multiply<Element>(stored.y, gate);
+        stored.z = multiply<Element>(stored.z, gate);
+        stored.w = multiply<Element>(stored.w, gate);
+    }
     Element* target = static_cast<Element*>(args.out) + batch * args.stride_batch + position * args.stride_seq +
                       head * args.stride_head + column;
-    *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(packed);
+    *reinterpret_cast<uint4*>(target) = stored;
     if (args.lse != nullptr && column == 0) args.lse[row] = lse;
 }
 

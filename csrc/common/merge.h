@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../api.h"
+
 namespace videoattn {
 
 constexpr int kMaxSplits = 32;
@@ -15,6 +17,7 @@ struct MergeArgs {
     void* out;
     float* lse;  // (rows), or null
     int64_t stride_batch, stride_seq, stride_head;  // of out, in elements
+    VideoattnGate gate;
     int64_t rows;                                   // batch * heads * q_len
     int32_t heads, q_len, splits;
 };

@@ -68,6 +68,10 @@ int check_call(const VideoattnCall& call, const Message& message) {
         return message.fail(VIDEOATTN_UNSUPPORTED, "lse does not start at a multiple of 4 bytes");
     if (reinterpret_cast<uintptr_t>(call.kv_lengths) % 4 != 0)
         return message.fail(VIDEOATTN_UNSUPPORTED, "kv_lengths does not start at a multiple of 4 bytes");
+    if (reinterpret_cast<uintptr_t>(call.gate.data) % 2 != 0)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "gate does not start at a multiple of 2 bytes");
+    if (call.gate.stride_batch < 0 || call.gate.stride_seq < 0)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "gate has a negative stride");
     int status = check_tensor(call, call.q, "q", call.q_len, message);
     if (status == VIDEOATTN_OK) status = check_tensor(call, call.k, "k", call.kv_len, message);
     if (status == VIDEOATTN_OK) status = check_tensor(call, call.v, "v", call.kv_len, message);
@@ -156,6 +160,7 @@ int plan_merge(const VideoattnCall& call, int splits, VideoattnPlan* plan, const
     args.stride_batch = call.out.stride_batch;
     args.stride_seq = call.out.stride_seq;
     args.stride_head = call.out.stride_head;
+    args.gate = call.gate;
     args.rows = call.batch * call.heads * call.q_len;
     args.heads = static_cast<int32_t>(call.heads);
     args.q_len = static_cast<int32_t>(call.q_len);

@@ -1,6 +1,7 @@
 // Attention forward for sm_90a: persistent, warp-specialised, TMA + wgmma.
 //
-// Warps: warpgroup 0 is the producer (warp 0 loads by TMA, warp 1 clears V rows past kv_lengths, the rest leave);
+// Warps: warpgroup 0 is the producer (warp 0 loads by TMA, warp 1 clears V rows past kv_lengths, warp 2 computes the gates
+// of launches that have some, which costs the consumers no register and no latency; the rest leave);
 // warpgroups 1 .. kConsumers each own 64 query rows of the tile. Key tiles run from the last to the first, so that
 // the partial one comes while there is nothing to overlap with.
 //
@@ -15,6 +16,7 @@
 // of each warp of consumer g);
 // k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
+// gates_full[g] 1 (the gates' warp); gates_empty[g] 4.
 // In the kernels for short keys K and V of a head stay for all its tiles: k_empty and v_empty are arrived at when the
 // head changes.
 // Named barriers: 1 + g: consumer g's turn to issue (its own 128 threads wait, those of its predecessor arrive).
@@ -52,6 +54,8 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
                 mbarrier_init(smem.q_full(group, buffer), 1);
                 mbarrier_init(smem.q_empty(group, buffer), 4);
             }
+            mbarrier_init(smem.gates_full(group), 1);
+            mbarrier_init(smem.gates_empty(group), 4);
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(smem.k_full(stage), 1);
@@ -72,6 +76,8 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
             if (threadIdx.x == 0) load<C>(smem, q_map, k_map, v_map, args);
         } else if (warp == 1 && args.kv_lengths != nullptr) {
             clear_value_tails<C>(smem, args);
+        } else if (warp == 2 && args.gate.data != nullptr) {
+            fetch_gates<C, Element>(smem, args);
         }
     } else {
         setmaxnreg_inc<C::kConsumerRegisters>();

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../api.h"
 #include "../common/divisor.h"
 
 namespace videoattn::hopper {
@@ -73,8 +74,9 @@ struct Config : C {
     static constexpr int kKOffset = kOOffset + C::kConsumers * kGroupBytes;
     static constexpr int kVOffset = kKOffset + C::kStages * kKvBytes;
     static constexpr int kBarrierOffset = kVOffset + C::kStages * kKvBytes;
-    static constexpr int kBarriers = 2 * C::kConsumers * C::kQueryBuffers + 5 * C::kStages;
-    static constexpr int kSmemBytes = kBarrierOffset + 8 * kBarriers;
+    static constexpr int kBarriers = 2 * C::kConsumers * (C::kQueryBuffers + 1) + 5 * C::kStages;
+    static constexpr int kGateOffset = kBarrierOffset + 8 * kBarriers;  // of each row a pair
+    static constexpr int kSmemBytes = kGateOffset + 4 * C::kConsumers * kGroupRows;
     static_assert(kSmemBytes <= 232448, "more shared memory than a CTA can have on sm_90");
     static_assert(kGroupBytes % 1024 == 0 && kKvBytes % 1024 == 0, "swizzle atoms are 1024 bytes");
 };
@@ -110,6 +112,7 @@ struct Args {
     int32_t share, more;  // where keys stay: of a CTA's tiles, and how many CTAs have one more
     float scale_log2;  // softmax scale * log2(e)
     Strided q, k, out;  // for what TMA does not move
+    VideoattnGate gate;  // of what is not merged
     uint64_t* profile;  // where events go in a build with VIDEOATTN_PROFILE
 };
 

@@ -162,7 +162,7 @@ struct Consumer {
             finish_output(s, o, p);
             if (opened) {
                 if (C::kResident && !same_keys<C>(args, done, index)) release_values(done);
-                store(done, o, factor);
+                store(done, o, factor, 2);
             }
             opened = false;
             while (left > 0) {
@@ -220,7 +220,7 @@ struct Consumer {
         recorder.enter(Phase::kOutput);
         wgmma_wait<0>();
         pin(o);
-        store(index, o, factor);
+        store(index, o, factor, 1);
         if (threadIdx.x % 32 == 0) bulk_wait_group();
         recorder.enter(Phase::kEnd);
     }
@@ -351,7 +351,8 @@ struct Consumer {
         }
     }
 
-    __device__ __forceinline__ void store(int index, const float (&o)[kOutputs], const float (&inverse)[2]) {
+    // The tile's queries were the `back`th before those to come.
+    __device__ __forceinline__ void store(int index, const float (&o)[kOutputs], const float (&inverse)[2], int back) {
         recorder.enter(Phase::kEpilogue);
         const Tile tile = locate<C>(args, index);
         const Rows<C, Element> rows{args, tile, group};
@@ -361,7 +362,14 @@ struct Consumer {
             // The copy engine may still read the tile before.
             if (threadIdx.x % 32 == 0) bulk_wait_group_read();
             __syncwarp();
-            rows.stage(smem.o(group), o, inverse);
+            if (args.gate.data == nullptr) {
+                rows.template stage<false>(smem.o(group), o, inverse);
+            } else {
+                mbarrier_wait(smem.gates_full(group), (state >> C::kStages ^ back) & 1);
+                rows.template stage<true>(smem.o(group), o, inverse, smem.gates(group));
+                __syncwarp();
+                release(smem.gates_empty(group));
+            }
             fence_proxy_async_smem();
             __syncwarp();
             if (threadIdx.x % 32 == 0) rows.send(smem.o(group), o_map);

@@ -1,6 +1,7 @@
 // From accumulators to global memory: O through shared memory and TMA, LSE and partial sums straight.
 #pragma once
 
+#include "../common/gate.cuh"
 #include "tile.cuh"
 
 namespace videoattn::hopper {
@@ -86,17 +87,26 @@ struct Rows {
         return buffer + warp * (kWarpRows * C::kHeadDim * 2);
     }
 
-    // The warp's rows, scaled and rounded, into a swizzled tile in shared memory.
-    __device__ __forceinline__ void stage(uint32_t buffer, const float (&o)[kOutputs],
-                                          const float (&inverse)[2]) const {
+    // The warp's rows, scaled, rounded and, if kGated, times their gates, into a swizzled tile in shared memory.
+    template <bool kGated>
+    __device__ __forceinline__ void stage(uint32_t buffer, const float (&o)[kOutputs], const float (&inverse)[2],
+                                          uint32_t gates = 0) const {
         const uint32_t thread = fresh_thread();
         const int warp = thread % 128 / 32, lane = thread % 32;
+        uint32_t gate[2];
+        if constexpr (kGated) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+                gate[row] = load_shared(gates + 4 * (warp * kWarpRows + lane / 4 + 8 * row));
+        }
 #pragma unroll
         for (int step = 0; step < C::kHeadDim / 16; ++step) {
             uint32_t r[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < 4; ++i) {
                 r[i] = pack<Element>(o[8 * step + 2 * i] * inverse[i % 2], o[8 * step + 2 * i + 1] * inverse[i % 2]);
+                if constexpr (kGated) r[i] = multiply<Element>(r[i], gate[i % 2]);
+            }
             stmatrix_x4(fragment_address<kWarpRows>(own(buffer, warp), 0, lane, step), r[0], r[1], r[2], r[3]);
         }
     }

@@ -68,6 +68,7 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
         args.partial_out = static_cast<float*>(call.workspace);
         args.lse = args.partial_out + workspace_of(call, parts).output_bytes / 4;
     }
+    if (parts == 1) args.gate = call.gate;
     args.kv_lengths = call.kv_lengths;
     args.q = strided(call.q);
     args.k = strided(call.k);

@@ -1,6 +1,7 @@
-// The producer's two warps: one loads by TMA, one clears the rows of V past a key length.
+// The producer's warps: one loads by TMA, one clears the rows of V past a key length, one computes gates.
 #pragma once
 
+#include "../common/gate.cuh"
 #include "profile.cuh"
 #include "tile.cuh"
 
@@ -63,6 +64,35 @@ __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q
     }
     if (value_row >= 0) load_values();
     recorder.enter(Phase::kEnd);
+}
+
+// The gates of every tile, for the consumers to multiply by as they store it.
+template <typename C, typename Element>
+__device__ __forceinline__ void fetch_gates(const Shared<C>& smem, const Args& args) {
+    const int lane = threadIdx.x % 32;
+    uint32_t phase = 1;
+    const int end = end_tile<C>(args);
+    for (int index = first_tile<C>(args); index < end; index += tile_step<C>()) {
+        const Tile tile = locate<C>(args, index);
+        if (tile.blocks == 0) continue;
+        uint32_t gates[2 * C::kConsumers];  // all are there before the first is waited for
+#pragma unroll
+        for (int i = 0; i < 2 * C::kConsumers; ++i) {
+            // A row past q_len repeats the last one's; nothing of it is stored.
+            const int query = min(tile.row + 32 * i + lane, args.q_len - 1);
+            gates[i] = gate_of<Element>(args.gate, tile.batch, query, tile.head);
+        }
+#pragma unroll
+        for (int group = 0; group < C::kConsumers; ++group) {
+            if (group >= consumers<C>()) break;
+            mbarrier_wait(smem.gates_empty(group), phase);
+            store_shared(smem.gates(group) + 4 * lane, gates[2 * group]);
+            store_shared(smem.gates(group) + 4 * (lane + 32), gates[2 * group + 1]);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(smem.gates_full(group));
+        }
+        phase ^= 1;
+    }
 }
 
 // Follows every value tile of a launch with key lengths, so that it can never mistake one phase for another.

@@ -105,6 +105,11 @@ struct Shared {
     __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(stage + 2 * C::kStages); }
     __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(stage + 3 * C::kStages); }
     __device__ __forceinline__ uint32_t v_clean(int stage) const { return k_full(stage + 4 * C::kStages); }
+    __device__ __forceinline__ uint32_t gates_full(int group) const { return k_full(5 * C::kStages + group); }
+    __device__ __forceinline__ uint32_t gates_empty(int group) const { return gates_full(group + C::kConsumers); }
+    __device__ __forceinline__ uint32_t gates(int group) const {
+        return base + C::kGateOffset + group * (4 * kGroupRows);
+    }
 };
 
 // A position in the ring of key or value buffers.

@@ -22,6 +22,7 @@ def simulate(
     splits: int = 1,
     arch: int = 100,
     schedule: Schedule | None = None,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Report]:
     """Output, LSE and report of BSHD tensors; a merge's findings join those of the kernel."""
     out, sums, (report, *merges) = simulated.run(
@@ -34,6 +35,7 @@ def simulate(
         return_lse=lse,
         grid=grid,
         splits=splits,
+        gate=gate,
         schedule=schedule,
         registers=LAUNCH_REGISTERS,
     )

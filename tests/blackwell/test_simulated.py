@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from tests import gates
 from tests.blackwell.simulate import simulate
 from videoattn.kernels.accuracy import compare
 from videoattn.ptxsim import Schedule
@@ -49,6 +50,26 @@ def test_two_whole_tiles(head_dim, dtype, schedule):
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (127, 129), (129, 255), (200, 40)])
 def test_lengths_that_end_inside_a_tile(q_len, kv_len, head_dim, dtype):
     check(*operands(1, q_len, kv_len, 1, head_dim, dtype), schedule="random:2")
+
+
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
+@pytest.mark.parametrize(("head_dim", "dtype", "splits"), [(128, BF16, 1), (64, FP16, 1), (64, BF16, 2)])
+def test_gates(head_dim, dtype, splits, schedule):
+    """Items of one Q tile and of two after one another, an entry without keys, logits of a wider tensor."""
+    q, k, v = operands(2, 270, 140, 1, head_dim, dtype)
+    logits = gates.draw(q.shape[:3], dtype)
+    options = {
+        "kv_lengths": torch.tensor([0, 140], dtype=torch.int32),
+        "lse": True,
+        "schedule": Schedule.named(schedule),
+        "splits": splits,
+    }
+    plain, plain_lse, _ = simulate(q, k, v, **options)
+    out, lse, report = simulate(q, k, v, gate=logits, **options)
+    assert not report.findings, str(report)
+    gates.assert_gated(out, plain, logits)
+    assert torch.equal(lse, plain_lse)
+    assert (out[0] == 0).all()
 
 
 @full

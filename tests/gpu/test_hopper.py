@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests import hopper_inputs
+from tests import gates, hopper_inputs
 from videoattn.kernels import library, native
 from videoattn.kernels.accuracy import compare
 
@@ -50,7 +50,9 @@ def launch(q, k, v, *, out=None, **options):
     return made[0]
 
 
-def launch_once(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, rows=0, out=None, lse=True):
+def launch_once(
+    q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, rows=0, out=None, lse=True, gate=None
+):
     """Run the kernel into NaN-poisoned buffers and check the poison around them."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out_buffer = None
@@ -76,6 +78,7 @@ def launch_once(q, k, v, *, scale=None, kv_lengths=None, grid=0, splits=1, rows=
         rows=rows,
         stream=torch.cuda.current_stream().cuda_stream,
         workspace=workspace,
+        gate=gate,
     )
     native.launch(call)
     torch.cuda.synchronize()
@@ -101,6 +104,26 @@ def inputs(batch, heads, q_len, kv_len, head_dim, dtype, seed=0):
     k = normal(batch, kv_len, heads, head_dim, dtype=dtype, seed=seed + 1)
     v = normal(batch, kv_len, heads, head_dim, dtype=dtype, seed=seed + 2)
     return q, k, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "splits"),
+    [(700, 1000, 1), (700, 1000, 3), (5000, 120, 1), (5000, 250, 2), (99, 1, 1)],
+)
+def test_gates(q_len, kv_len, splits, head_dim, dtype):
+    """Long and short keys, whole and in parts, an entry without keys; many tiles on few CTAs."""
+    q, k, v = inputs(3, 4, q_len, kv_len, head_dim, dtype)
+    logits = gates.draw(q.shape[:3], dtype, device="cuda")
+    lengths = torch.tensor([kv_len, 0, (kv_len + 1) // 2], dtype=torch.int32, device="cuda")
+    for grid in (0, 5):
+        options = {"kv_lengths": lengths, "splits": splits, "grid": grid}
+        plain, plain_lse = launch(q, k, v, **options)
+        out, lse = launch(q, k, v, gate=logits, **options)
+        gates.assert_gated(out, plain, logits)
+        assert torch.equal(lse, plain_lse)
+        assert (out[1] == 0).all()
 
 
 def test_library_loads():

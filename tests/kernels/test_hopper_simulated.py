@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import hopper_inputs
+from tests import gates, hopper_inputs
 from videoattn.kernels import native, plan, simulated
 from videoattn.kernels.accuracy import compare
 from videoattn.ptxsim import Schedule
@@ -104,6 +104,47 @@ def test_two_consumers_with_key_lengths_and_parts(kv_len, schedule):
     past = torch.arange(kv_len) >= lengths[:, None]
     k, v = (x.masked_fill(past[:, :, None, None], torch.nan) for x in (k, v))
     check(q, k, v, kv_lengths=lengths, schedule=schedule, grid=2, splits=2, rows=128)
+
+
+def check_gates(q, k, v, logits, *, schedule="early", **options):
+    options |= {"scale": q.shape[-1] ** -0.5, "arch": 90, "schedule": SCHEDULES[schedule]}
+    plain, plain_lse, _ = simulated.run(q, k, v, **options)
+    out, lse, reports = simulated.run(q, k, v, gate=logits, **options)
+    for report in reports:
+        assert not report.findings, str(report)
+    gates.assert_gated(out, plain, logits)
+    assert torch.equal(lse, plain_lse)
+    return out, reports
+
+
+# By rows and kernel: long and short keys of both head dims, two consumers and three.
+GATED = [(128, 128, 300), (64, 192, 300), (64, 128, 370), (128, 128, 200), (64, 192, 90), (64, 128, 250)]
+
+
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
+@pytest.mark.parametrize(("head_dim", "rows", "kv_len"), GATED)
+def test_gates(head_dim, rows, kv_len, schedule):
+    """Two entries of two heads on one CTA: tile after tile, ragged ends; logits of a wider tensor."""
+    dtype = torch.float16 if kv_len in (370, 200) else torch.bfloat16
+    q, k, v = inputs(2, 2, 2 * rows - 50, kv_len, head_dim, dtype)
+    logits = gates.draw(q.shape[:3], dtype)
+    check_gates(q, k, v, logits, schedule=schedule, grid=1, rows=rows)
+
+
+@pytest.mark.parametrize("schedule", MOSTLY_SLOW)
+@pytest.mark.parametrize(
+    ("head_dim", "kv_len", "splits"), [(64, 300, 1), (128, 300, 2), (128, 200, 1), (64, 250, 2)]
+)
+def test_gates_with_key_lengths_and_parts(head_dim, kv_len, splits, schedule):
+    """Entries without keys stay zero whatever their logits; parts are gated where they are merged."""
+    lengths = torch.tensor([0, 150, 0, 1000], dtype=torch.int32)
+    q, k, v = inputs(len(lengths), 1, 150, kv_len, head_dim)
+    logits = gates.draw(q.shape[:3])
+    options = {"kv_lengths": lengths, "schedule": schedule, "grid": 2, "splits": splits}
+    out, reports = check_gates(q, k, v, logits, **options)
+    assert len(reports) == splits
+    for entry in (0, 2):
+        assert (out[entry] == 0).all()
 
 
 @pytest.mark.parametrize("schedule", MOSTLY_SLOW)

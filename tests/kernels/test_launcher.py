@@ -273,6 +273,17 @@ def test_run_packs_what_the_tensors_say(fake, monkeypatch):
     native.workspace_bytes.cache_clear()
 
 
+def test_run_copies_logits_whose_heads_lie_apart(on_the_fake, monkeypatch):
+    q, k, v, _ = tensors()
+    seen = []
+    monkeypatch.setattr(native, "launch", lambda call: seen.append(abi.Call.from_buffer_copy(call)))
+    logits = torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.bfloat16).transpose(1, 2)
+    native.run(q, k, v, scale=0.5, kv_lengths=None, return_lse=False, arch=90, gate=logits)
+    (call,) = seen
+    assert call.gate.data not in (None, logits.data_ptr())
+    assert (call.gate.stride_batch, call.gate.stride_seq) == (q.shape[1] * q.shape[2], q.shape[2])
+
+
 @pytest.fixture
 def on_the_fake(fake, monkeypatch):
     monkeypatch.setattr(native, "_entry", fake.library.fake_attention)
@@ -285,11 +296,12 @@ def on_the_fake(fake, monkeypatch):
     native.workspace_bytes.cache_clear()
 
 
+@pytest.mark.parametrize("with_gate", [False, True])
 @pytest.mark.parametrize("with_lengths", [False, True])
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "fused", "head first", "split keys"])
 def test_a_call_made_ready_launches_what_a_run_does(
-    on_the_fake, monkeypatch, layout, return_lse, with_lengths
+    on_the_fake, monkeypatch, layout, return_lse, with_lengths, with_gate
 ):
     """Byte for byte but for the addresses of results, the stream being that of the moment."""
 
@@ -303,20 +315,22 @@ def test_a_call_made_ready_launches_what_a_run_does(
         else:
             q, k, v, _ = (torch.randn_like(t) for t in tensors(batch=2))
         lengths = torch.arange(1, q.shape[0] + 1, dtype=torch.int32)
-        return q, k, v, lengths if with_lengths else None
+        # More heads than there are, as of a fused projection.
+        gate = torch.randn(*q.shape[:2], q.shape[2] + 3).bfloat16()[..., 1 : 1 + q.shape[2]]
+        return q, k, v, lengths if with_lengths else None, gate if with_gate else None
 
     seen = []
     launch = native.launch
     monkeypatch.setattr(native, "launch", lambda call: (seen.append(call), launch(call)))
-    q, k, v, lengths = draw()
+    q, k, v, lengths, gate = draw()
     options = {"scale": 0.5, "return_lse": return_lse, "arch": 90}
-    ready = native.prepare(q, k, v, kv_lengths=lengths, **options)
+    ready = native.prepare(q, k, v, kv_lengths=lengths, gate=gate, **options)
     assert ready is not None
     assert seen == []
     for _ in range(3):
-        q, k, v, lengths = draw()
-        results = native.run(q, k, v, kv_lengths=lengths, **options)
-        again = ready(q, k, v, lengths)
+        q, k, v, lengths, gate = draw()
+        results = native.run(q, k, v, kv_lengths=lengths, gate=gate, **options)
+        again = ready(q, k, v, lengths) if gate is None else ready(q, k, v, lengths, gate)
         assert again is not None
         for ours, theirs in zip(again, results, strict=True):
             assert (ours is None) == (theirs is None)
@@ -332,6 +346,9 @@ def test_a_call_made_ready_launches_what_a_run_does(
             None if result[1] is None else result[1].data_ptr() for result in (results, again)
         ]
         assert calls[0].stream + 1 == calls[1].stream
+        if gate is not None:
+            held = calls[0].gate.data, calls[0].gate.stride_batch, calls[0].gate.stride_seq
+            assert held == (gate.data_ptr(), *gate.stride()[:2])
         assert (calls[0].workspace is None) == (calls[1].workspace is None) == (layout != "split keys")
         for call in calls:
             call.out.data = call.lse = call.stream = call.workspace = None
@@ -354,6 +371,9 @@ def test_what_tma_cannot_take_is_not_made_ready(on_the_fake):
     assert native.prepare(repeated, k, v, **options) is None
     lengths = torch.ones(2, 2, dtype=torch.int32)[:, 0]
     assert native.prepare(q, k, v, **{**options, "kv_lengths": lengths}) is None
+    apart = torch.zeros(*q.shape[:2], q.shape[2] * 2, dtype=torch.bfloat16)[..., ::2]
+    assert native.prepare(q, k, v, gate=apart, **options) is None
+    assert native.prepare(q, k, v, gate=apart.contiguous(), **options) is not None
 
 
 def test_a_ready_call_says_why_it_was_refused(on_the_fake):

@@ -241,6 +241,9 @@ def test_one_element_dimensions_may_have_any_stride():
         ({"rows": 64, "arch": 100}, "rows is 64; this kernel has 256"),
         ({"reserved": 1}, "reserved is 1"),
         ({"workspace": 8}, "workspace"),
+        ({"gate": abi.Gate(1 << 20 | 1, 0, 3)}, "gate does not start at a multiple of 2"),
+        ({"gate": abi.Gate(1 << 20, -64, 3)}, "gate has a negative stride"),
+        ({"gate": abi.Gate(1 << 20, 64, -3)}, "gate has a negative stride"),
         ({"struct_bytes": 8}, "bytes"),
         ({"dtype": 7}, "dtype code 7"),
         ({"q_len": 0}, "q_len is 0"),
@@ -288,12 +291,13 @@ def test_python_copies_what_tma_refuses():
 def test_packed_calls_are_the_struct():
     q, k, v = tensors()
     lse = torch.empty(2, 3, 200)
-    call = make_call(q, k, v, lse=lse, splits=3, grid=7, stream=1 << 40, device=2)
+    gate = torch.empty(2, 200, 7, dtype=q.dtype)[..., :3]
+    call = make_call(q, k, v, lse=lse, splits=3, grid=7, stream=1 << 40, device=2, gate=gate)
     call.workspace = 1 << 41
     values = []
     for name, kind in abi.Call._fields_:
         value = getattr(call, name)
-        parts = [getattr(value, f[0]) for f in abi.Tensor._fields_] if kind is abi.Tensor else [value]
+        parts = [getattr(value, f[0]) for f in kind._fields_] if hasattr(kind, "_fields_") else [value]
         values += [part or 0 for part in parts]
     assert abi.PACKED_CALL.pack(*values) == bytes(call)
 
@@ -302,6 +306,7 @@ def test_structs_match_the_header(tmp_path):
     """sizeof and every offsetof, as the C compiler sees them."""
     structs = {
         "VideoattnTensor": abi.Tensor,
+        "VideoattnGate": abi.Gate,
         "VideoattnCall": abi.Call,
         "VideoattnTensorMap": abi.TensorMap,
         "VideoattnParam": abi.Param,

@@ -24,6 +24,16 @@ def run(q, k, v, **options):
     out, lse = sdpa.run(q, k, v, **options)
     return out, lse + 0.002
 """,
+    "wrong_gates": """
+from videoattn.kernels import sdpa
+GATES = True
+def run(q, k, v, gate=None, **options):
+    out, lse = sdpa.run(q, k, v, **options)
+    if gate is not None:
+        out = out * (2 * gate.sigmoid())[..., None]
+        out[:, -1, -1, -1] *= 1.1
+    return out, lse
+""",
     "crashing": "import os\ndef run(q, k, v, **options):\n    os.abort()\n",
     "raising": "def run(q, k, v, **options):\n    raise RuntimeError('illegal memory access')\n",
     # Its own child inherits the output and would outlive it.
@@ -63,6 +73,7 @@ def test_a_right_kernel_passes():
     [
         ("wrong", 300, "max"),
         ("wrong_lse", 300, "LSE 2.00e-03"),
+        ("wrong_gates", 300, "the gates are wrong"),
         ("crashing", 300, "status -6"),
         ("raising", 300, "illegal memory access"),
         ("segfaulting", 300, "status -11"),

@@ -15,6 +15,8 @@ from videoattn.timing import recorder
 class Calls:
     """Every attention call made while `recording()` is on, in order."""
 
+    compare = ()
+
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.kernels: list[str] = []

@@ -352,9 +352,12 @@ class Ops(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.counts = Counter()
+        self.gated = 0  # attention calls with gates
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.counts[func] += 1
+        if func is torch.ops.videoattn.attention.default:
+            self.gated += len(args) == 10
         return func(*args, **(kwargs or {}))
 
 
@@ -366,9 +369,39 @@ def test_launches_of_a_block():
         model(**inputs)
     ops = torch.ops.videoattn
     assert seen.counts[ops.residual_norm_pair.default] == 6
-    assert seen.counts[ops.norm_rotate.default] == seen.counts[ops.gate.default] == 6
-    assert seen.counts[ops.attention.default] == 6
+    assert seen.counts[ops.norm_rotate.default] == 6
+    assert seen.counts[ops.attention.default] == seen.gated == 6
     assert ops.residual_norm.default not in seen.counts
+    assert ops.gate.default not in seen.counts
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([1.0, 0.0]), torch.zeros(2)], ids=["one of two", "all"])
+def test_perturbed_values_are_gated_after_attention(mask):
+    """The self-attentions of a guided block; where all is perturbed there is none."""
+    stock = ltx2_transformer("2.3", layers=1)
+    inputs = small(ltx2_inputs(batch=2), "2.3")
+    guided = {"perturbation_mask": mask, "spatio_temporal_guidance_blocks": [0]}
+    ours = copy.deepcopy(stock)
+    videoattn.install(ours, level="block")
+    expected = stock(**inputs, **guided)
+    with Ops() as seen:
+        results = ours(**inputs, **guided)
+    for result, theirs in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, theirs, atol=1e-5, rtol=1e-5)
+    ops = torch.ops.videoattn
+    assert seen.gated == 4
+    assert seen.counts[ops.gate.default] == 2
+    assert seen.counts[ops.attention.default] == (6 if mask.any() else 4)
+
+
+def test_autocast_keeps_the_gates_where_they_round(fusion):
+    """Norms in fp32 make the output fp32, which bf16 gates multiply unrounded."""
+    one, half = torch.randn(1, 3, 2), torch.randn(1, 3, 2, dtype=torch.bfloat16)
+    assert fusion.gates_in_attention(half, half, half)
+    assert not fusion.gates_in_attention(one, half, half)
+    assert not fusion.gates_in_attention(half, half, one)
+    with pytest.raises(RuntimeError, match="offloading"):
+        fusion.gates_in_attention(half, half, half.to("meta"))
 
 
 @pytest.mark.parametrize("under_compile", ["triton", "torch"])

@@ -2,6 +2,8 @@
 
 A kernel module offers `supports(call)` (None, or the reason it can't serve the call), `untrusted(call)`
 (None, or the reason `auto` must not pick it yet) and `run(q, k, v, *, scale, kv_lengths, mask, return_lse)`.
+Where it also says `GATES = True`, its `run` takes `gate` too: logits `(batch, q_len, heads)`, by twice whose
+sigmoids it multiplies the output's heads, rounding what diffusers rounds.
 """
 
 from __future__ import annotations

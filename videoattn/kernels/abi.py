@@ -23,6 +23,12 @@ class Tensor(ctypes.Structure):
     )
 
 
+class Gate(ctypes.Structure):
+    """Logits `(batch, q_len, heads)`, heads side by side; strides in elements."""
+
+    _fields_ = (("data", c_void_p), ("stride_batch", c_int64), ("stride_seq", c_int64))
+
+
 class Call(ctypes.Structure):
     """Everything a launch needs (`VideoattnCall`)."""
 
@@ -50,11 +56,12 @@ class Call(ctypes.Structure):
         ("reserved", c_int32),
         ("stream", c_void_p),
         ("workspace", c_void_p),
+        ("gate", Gate),
     )
 
 
 # The same bytes as Call, its fields in order.
-PACKED_CALL = struct.Struct("=Iiii5q" + "Qqqq" * 4 + "QQfiiiiiQQ")
+PACKED_CALL = struct.Struct("=Iiii5q" + "Qqqq" * 4 + "QQfiiiiiQQ" + "Qqq")
 
 
 class TensorMap(ctypes.Structure):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from videoattn.dispatch import AttentionCall
 
 CAPABILITIES = {(10, 0), (10, 3)}
+GATES = True
 
 
 def supports(call: AttentionCall) -> str | None:
@@ -34,10 +35,13 @@ def run(
     kv_lengths: torch.Tensor | None,
     mask: torch.Tensor | None,
     return_lse: bool,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch on the current stream; inputs whose strides TMA can't take are copied first."""
     arch = _arch(q.device.index)
-    return native.run(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=arch)
+    return native.run(
+        q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=arch, gate=gate
+    )
 
 
 def prepare(
@@ -48,10 +52,12 @@ def prepare(
     scale: float,
     kv_lengths: torch.Tensor | None,
     return_lse: bool,
+    gate: torch.Tensor | None = None,
 ) -> native.Again | None:
     """`run` for tensors laid out as these, on their device; None where a run copies them."""
+    arch = _arch(q.device.index)
     return native.prepare(
-        q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=_arch(q.device.index)
+        q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=arch, gate=gate
     )
 
 

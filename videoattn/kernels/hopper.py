@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from videoattn.dispatch import AttentionCall
 
 CAPABILITIES = {(9, 0)}
+GATES = True
 
 
 def supports(call: AttentionCall) -> str | None:
@@ -33,9 +34,10 @@ def run(
     kv_lengths: torch.Tensor | None,
     mask: torch.Tensor | None,
     return_lse: bool,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch on the current stream; inputs whose strides TMA can't take are copied first."""
-    return native.run(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=90)
+    return native.run(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=90, gate=gate)
 
 
 def prepare(
@@ -46,6 +48,9 @@ def prepare(
     scale: float,
     kv_lengths: torch.Tensor | None,
     return_lse: bool,
+    gate: torch.Tensor | None = None,
 ) -> native.Again | None:
     """`run` for tensors laid out as these, on their device; None where a run copies them."""
-    return native.prepare(q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=90)
+    return native.prepare(
+        q, k, v, scale=scale, kv_lengths=kv_lengths, return_lse=return_lse, arch=90, gate=gate
+    )

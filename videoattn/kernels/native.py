@@ -69,6 +69,11 @@ def describe(x: torch.Tensor) -> abi.Tensor:
     return abi.Tensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
 
 
+def gate_placement(gate: torch.Tensor) -> tuple[int, int, int]:
+    """Address and strides by batch and seq of logits `(batch, seq, heads)` whose heads lie side by side."""
+    return gate.data_ptr(), gate.stride(0), gate.stride(1)
+
+
 def fill_call(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,6 +91,7 @@ def fill_call(
     device: int = 0,
     stream: int = 0,
     workspace: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
 ) -> abi.Call:
     """The C call of BSHD tensors on any device (the planner reads addresses, not data)."""
     batch, q_len, heads, head_dim = q.shape
@@ -113,6 +119,7 @@ def fill_call(
         0,
         stream,
         None if workspace is None else workspace.data_ptr(),
+        abi.Gate() if gate is None else abi.Gate(*gate_placement(gate)),
     )
 
 
@@ -133,11 +140,10 @@ def num_sms(device: int) -> int:
 
 
 # PACKED_CALL's bytes, with what does not change between calls of one kind as strings.
-_AGAIN = struct.Struct("=56sQ24sQ24sQ24sQ24sQQ24sQQ")
-Again = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"],
-    "tuple[torch.Tensor, torch.Tensor | None] | None",
-]
+_AGAIN = struct.Struct("=56sQ24sQ24sQ24sQ24sQQ24sQQ24s")
+_GATE = struct.Struct("=Qqq")
+# Of q, k, v, key lengths and, if the call has some, the gates' logits.
+Again = Callable[..., "tuple[torch.Tensor, torch.Tensor | None] | None"]
 
 
 def prepare(
@@ -149,6 +155,7 @@ def prepare(
     kv_lengths: torch.Tensor | None,
     return_lse: bool,
     arch: int,
+    gate: torch.Tensor | None = None,
 ) -> Again | None:
     """`run` for tensors that have the shapes, strides, dtype and device of these; None where they are copied.
 
@@ -159,6 +166,8 @@ def prepare(
         return None
     if kv_lengths is not None and not kv_lengths.is_contiguous():
         return None
+    if gate is not None and gate.stride(2) != 1:
+        return None
     batch, q_len, heads, head_dim = q.shape
     kv_len, device = k.shape[1], q.get_device()
     sms = num_sms(device)
@@ -168,14 +177,21 @@ def prepare(
         *(abi.PACKED_CALL.size, arch, device, DTYPES[q.dtype], batch, heads, q_len, kv_len, head_dim),
         *(0, *q.stride()[:3], 0, *k.stride()[:3], 0, *v.stride()[:3], 0, *out_strides),
         *(0, 0, scale, 0, sms, 0, 0, 0, 0, 0),
+        *(0, 0, 0),
     )
-    head, _, q_strides, _, k_strides, _, v_strides, _, strides, _, _, options, _, _ = _AGAIN.unpack(example)
+    unpacked = _AGAIN.unpack(example)
+    head, _, q_strides, _, k_strides, _, v_strides, _, strides, _, _, options, _, _, no_gate = unpacked
     like_q = q.stride() == (*out_strides, 1)
     contiguous, empty_like, pack = torch.contiguous_format, torch.empty_like, _AGAIN.pack
+    pack_gate = _GATE.pack
     lse_shape = (batch, heads, q_len)
 
     def again(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_lengths: torch.Tensor | None
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_lengths: torch.Tensor | None,
+        gate: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_at | k_at | v_at) & 15:
@@ -201,6 +217,7 @@ def prepare(
                 options,
                 torch._C._cuda_getCurrentRawStream(device),
                 0 if workspace is None else workspace.data_ptr(),
+                no_gate if gate is None else pack_gate(*gate_placement(gate)),
             )
         )
         return out, lse
@@ -237,6 +254,7 @@ def run(
     kv_lengths: torch.Tensor | None,
     return_lse: bool,
     arch: int,
+    gate: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of BSHD tensors on the current stream: a contiguous output and, if wanted, the LSE."""
     q, q_at = placed(q)
@@ -250,6 +268,8 @@ def run(
     lse = q.new_empty((batch, heads, q_len), dtype=torch.float32) if return_lse else None
     if kv_lengths is not None:
         kv_lengths = kv_lengths.contiguous()
+    if gate is not None and gate.stride(2) != 1:
+        gate = gate.contiguous()
     sms = num_sms(device)
     count = workspace_bytes(batch, heads, q_len, kv_len, head_dim, arch, sms)
     # Freed on return, but to this stream's pool: the launch is queued before any reuse.
@@ -279,6 +299,7 @@ def run(
         0,
         torch._C._cuda_getCurrentRawStream(device),
         0 if workspace is None else workspace.data_ptr(),
+        *((0, 0, 0) if gate is None else gate_placement(gate)),
     )
     launch(call)
     return out, lse

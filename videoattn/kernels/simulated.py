@@ -93,6 +93,7 @@ def run(
     grid: int = 0,
     splits: int = 1,
     rows: int = 0,
+    gate: torch.Tensor | None = None,
     schedule: Schedule | None = None,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Report]]:
@@ -116,6 +117,8 @@ def run(
         call.lse = memory.address(lse)
     if kv_lengths is not None:
         call.kv_lengths = memory.address(kv_lengths)
+    if gate is not None:
+        call.gate = abi.Gate(memory.address(gate), *gate.stride()[:2])
     count = plan.workspace_bytes(call)
     if count:
         call.workspace = memory.address(torch.full((count // 4,), torch.nan))

@@ -307,7 +307,7 @@ def problems() -> Iterator[Problem]:
 
 
 def check(module: str, device: str) -> str | None:
-    """None if every problem keeps the accuracy rule and repeats bitwise, else the first failure."""
+    """None if every problem keeps the accuracy rule, repeats bitwise and is gated right, else the failure."""
     from videoattn.kernels.accuracy import compare
 
     kernel = importlib.import_module(module)
@@ -322,6 +322,16 @@ def check(module: str, device: str) -> str | None:
             return f"{problem}: {errors}"
         if not (torch.equal(out, out_again) and torch.equal(lse, lse_again)):
             return f"{problem}: two runs differ"
+        if getattr(kernel, "GATES", False):
+            logits = q[..., 0].contiguous()
+            gated, _ = kernel.run(
+                q, k, v, scale=scale, kv_lengths=lengths, mask=None, return_lse=False, gate=logits
+            )
+            expected = out * (2 * torch.sigmoid(logits))[..., None]
+            # One other last bit of the sigmoid, and the product's rounding.
+            numbers = torch.finfo(q.dtype)
+            if not torch.allclose(gated, expected, rtol=2 * numbers.eps, atol=numbers.tiny):
+                return f"{problem}: the gates are wrong"
     return None
 
 

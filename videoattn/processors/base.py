@@ -71,10 +71,12 @@ class Processor:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of projected `(batch, seq, heads · head_dim)` tensors, in that layout and query's dtype.
 
         `attention_mask` is diffusers' additive bias, `(batch, 1 or q_len, kv_len)` or with a head axis.
+        `gate` holds the logits of heads' gates, if `gates_heads`.
         """
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             raise RuntimeError(
@@ -95,8 +97,17 @@ class Processor:
             out = streams.attend(q, k, v, mask, self.kernel, self.kind)
         else:
             mask = mask if streams is None else streams.rows(self.kind, mask)
-            out, _ = attend(q, k, v, kv_lengths=kv_lengths, mask=mask, kernel=self.kernel, kind=self.kind)
+            out, _ = attend(
+                q, k, v, kv_lengths=kv_lengths, mask=mask, kernel=self.kernel, kind=self.kind, gate=gate
+            )
         return out.flatten(2, 3).to(query.dtype)
+
+    def gates_heads(self, query: torch.Tensor, value: torch.Tensor, logits: torch.Tensor | None) -> bool:
+        """Whether `attend` takes these logits, and multiplies heads by their gates."""
+        if logits is None or self.fusion is None:
+            return False
+        split = self.streams is not None and self.streams.splits(self.kind)
+        return not split and self.fusion.gates_in_attention(query, value, logits)
 
 
 FUSED_PROJECTIONS = (

@@ -131,6 +131,14 @@ class Fusion:
         _same_device(out, logits)
         return _launched(torch.ops.videoattn.gate.default, out.device, out, logits)
 
+    def gates_in_attention(self, query: torch.Tensor, value: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Whether an attention call may do what `gate` does to its output: with no other rounding."""
+        if not self._use_triton(value):
+            return False
+        _same_device(value, logits)
+        # Under autocast they may differ; the output, in the query's dtype, is then gated in another than V's.
+        return query.dtype == value.dtype == logits.dtype
+
     def residual_norm(
         self,
         x: torch.Tensor,

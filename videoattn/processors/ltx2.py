@@ -34,8 +34,10 @@ class LTX2Processor(Processor):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         value = attn.to_v(source)
         query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
-        out = self.attend(attn, query, key, value, attention_mask)
-        return project_out(attn, hidden_states, out, self.fusion)
+        logits = gate_logits(attn, hidden_states)
+        gates = self.gates_heads(query, value, logits)
+        out = self.attend(attn, query, key, value, attention_mask, logits if gates else None)
+        return project_out(attn, out, None if gates else logits, self.fusion)
 
 
 class LTX2PerturbedProcessor(Processor):
@@ -64,12 +66,14 @@ class LTX2PerturbedProcessor(Processor):
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and bool(torch.all(perturbation_mask == 0))
         if all_perturbed:
-            return project_out(attn, hidden_states, value, self.fusion)
+            return project_out(attn, value, gate_logits(attn, hidden_states), self.fusion)
         query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
-        out = self.attend(attn, query, key, value, attention_mask)
+        logits = gate_logits(attn, hidden_states)
+        gates = perturbation_mask is None and self.gates_heads(query, value, logits)
+        out = self.attend(attn, query, key, value, attention_mask, logits if gates else None)
         if perturbation_mask is not None:
             out = torch.lerp(value, out, perturbation_mask)
-        return project_out(attn, hidden_states, out, self.fusion)
+        return project_out(attn, out, None if gates else logits, self.fusion)
 
 
 def query_and_key(
@@ -93,13 +97,18 @@ def query_and_key(
     return rotate(query, query_rotary_emb), rotate(key, key_rotary_emb)
 
 
+def gate_logits(attn: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    """`(batch, seq, heads)`, where the layer has gates."""
+    return None if attn.to_gate_logits is None else attn.to_gate_logits(hidden_states)
+
+
 def project_out(
-    attn: Any, hidden_states: torch.Tensor, out: torch.Tensor, fusion: Fusion | None
+    attn: Any, out: torch.Tensor, logits: torch.Tensor | None, fusion: Fusion | None
 ) -> torch.Tensor:
-    """The per-head gates, where the layer has them, and the output projection."""
-    if attn.to_gate_logits is not None and fusion is not None:
-        out = fusion.gate(out, attn.to_gate_logits(hidden_states))
-    elif attn.to_gate_logits is not None:
-        gates = 2.0 * torch.sigmoid(attn.to_gate_logits(hidden_states))
+    """The per-head gates of `logits`, where there are some to apply, and the output projection."""
+    if logits is not None and fusion is not None:
+        out = fusion.gate(out, logits)
+    elif logits is not None:
+        gates = 2.0 * torch.sigmoid(logits)
         out = (out.unflatten(2, (attn.heads, -1)) * gates.unsqueeze(-1)).flatten(2, 3)
     return attn.to_out[1](attn.to_out[0](out))

@@ -29,7 +29,9 @@ Launch = Callable[[str], Result]
 
 
 class CallRecorder(Protocol):
-    """What the op hands its calls to while a recording is on."""
+    """What the op hands its calls to while a recording is on; `compare` names arms that run beside them."""
+
+    compare: tuple[str, ...]
 
     def record(
         self,
