@@ -43,7 +43,7 @@ CASES = (
 
 
 def child(variant: str | None) -> int:
-    """The process under the sanitizer: every case with and without key lengths; how many were wrong."""
+    """The process under the sanitizer: every case, with and without key lengths and gates; the wrong ones."""
     built = tune_hopper.build(variant) if variant else library.load()
     wrong = 0
     for case in CASES:
@@ -60,7 +60,15 @@ def child(variant: str | None) -> int:
             if not errors.passed:
                 print(f"WRONG {case} lengths {kv_lengths is not None}: {errors}")
                 wrong += 1
-    print(f"{2 * len(CASES)} launches, {wrong} wrong")
+            logits = q[..., 0].contiguous()
+            gated = tune_hopper.launch(built, q, k, v, gate=logits, **options)
+            torch.cuda.synchronize()
+            expected = out * (2 * torch.sigmoid(logits))[..., None]
+            # One other last bit of the sigmoid, and the product's rounding.
+            if not torch.allclose(gated, expected, rtol=2**-6, atol=2**-126):
+                print(f"WRONG {case} lengths {kv_lengths is not None}: the gates")
+                wrong += 1
+    print(f"{4 * len(CASES)} calls, {wrong} wrong")
     return wrong
 
 
@@ -120,7 +128,7 @@ def main() -> int:
         command = [sanitizer, "--tool", tool, *only_ours(sanitizer, tool), *again]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         reports, line = summary(done.stdout + done.stderr)
-        results = next((x for x in done.stdout.splitlines() if " launches, " in x), "did not finish")
+        results = next((x for x in done.stdout.splitlines() if " calls, " in x), "did not finish")
         failed |= reports != 0 or not results.endswith(" 0 wrong")
         print(f"{tool:<10} {'?' if reports is None else reports:>7} {results:<24} {line}", flush=True)
         if options.log is not None:

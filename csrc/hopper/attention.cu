@@ -54,8 +54,10 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
                 mbarrier_init(smem.q_full(group, buffer), 1);
                 mbarrier_init(smem.q_empty(group, buffer), 4);
             }
-            mbarrier_init(smem.gates_full(group), 1);
-            mbarrier_init(smem.gates_empty(group), 4);
+            if (C::kGates) {
+                mbarrier_init(smem.gates_full(group), 1);
+                mbarrier_init(smem.gates_empty(group), 4);
+            }
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(smem.k_full(stage), 1);
@@ -76,7 +78,7 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
             if (threadIdx.x == 0) load<C>(smem, q_map, k_map, v_map, args);
         } else if (warp == 1 && args.kv_lengths != nullptr) {
             clear_value_tails<C>(smem, args);
-        } else if (warp == 2 && args.gate.data != nullptr) {
+        } else if (C::kGates && warp == 2 && args.gate.data != nullptr) {
             fetch_gates<C, Element>(smem, args);
         }
     } else {

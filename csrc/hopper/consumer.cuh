@@ -362,7 +362,7 @@ struct Consumer {
             // The copy engine may still read the tile before.
             if (threadIdx.x % 32 == 0) bulk_wait_group_read();
             __syncwarp();
-            if (args.gate.data == nullptr) {
+            if (!C::kGates || args.gate.data == nullptr) {
                 rows.template stage<false>(smem.o(group), o, inverse);
             } else {
                 mbarrier_wait(smem.gates_full(group), (state >> C::kStages ^ back) & 1);

@@ -129,7 +129,10 @@ bool stay(const VideoattnCall& call) {
 template <typename Use>
 int with_config(const VideoattnCall& call, const Use& use) {
     using namespace hopper;
-    if (call.head_dim == 128) return stay<D128N128Short>(call) ? use(D128N128Short{}) : use(D128N128{});
+    if (call.head_dim == 128) {
+        const bool gated = call.gate.data != nullptr && !D128N128Short::kGates;
+        return stay<D128N128Short>(call) && !gated ? use(D128N128Short{}) : use(D128N128{});
+    }
     if (stay<D64N96Short>(call)) {
         const bool narrow = padded<D64N64Short>(call) < padded<D64N96Short>(call);
         return narrow ? use(D64N64Short{}) : use(D64N96Short{});

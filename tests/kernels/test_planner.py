@@ -196,6 +196,14 @@ def test_few_tiles_are_spread_over_the_device():
     assert plan.plan(meta_call(1, 1, 64, 64, head_dim=128)).block[0] == 384, "it has no other tile"
 
 
+def test_gates_of_short_keys_take_the_kernel_that_has_them():
+    for head_dim, kernel in ((128, "d128_n128_bf16"), (64, "d64_n96_short_bf16")):
+        call = meta_call(1, 2, 500, 250 if head_dim == 128 else 288, head_dim)
+        assert plan.plan(call).kernel.decode().endswith("_short_bf16")
+        call.gate.data, call.gate.stride_batch, call.gate.stride_seq = 1 << 20, 1000, 2
+        assert plan.plan(call).kernel.decode() == f"videoattn_hopper_{kernel}"
+
+
 @pytest.mark.parametrize(("rows", "block"), [(128, 384), (192, 512)])
 def test_rows_may_be_given(rows, block):
     made = plan.plan(meta_call(1, 2, 500, 700, rows=rows))
