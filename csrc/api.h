@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define VIDEOATTN_API_VERSION 1
+#define VIDEOATTN_API_VERSION 2
 #define VIDEOATTN_EXPORT __attribute__((visibility("default")))
 
 enum VideoattnStatus {

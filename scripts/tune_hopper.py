@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -207,10 +208,12 @@ def other(text: str) -> tuple[str, ctypes.CDLL]:
     name, _, file = text.partition("=")
     try:
         if name and Path(file).is_file():
-            return name, abi.declare(ctypes.CDLL(str(Path(file).resolve())))
+            built = abi.declare(ctypes.CDLL(str(Path(file).resolve())))
+            if json.loads(built.videoattn_build_info())["api_version"] == abi.VERSION:
+                return name, built
     except (OSError, AttributeError):  # no library, or another one
         pass
-    raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE with a library of ours there")
+    raise argparse.ArgumentTypeError(f"'{text}' is not NAME=FILE with a library of this C interface there")
 
 
 def tile(text: str) -> tuple[str, dict[str, int]]:

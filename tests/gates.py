@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# Of the sigmoids: those that may differ from torch's in the last of 16 bits, since fp32 exponentials and
-# reciprocals of two makes may fall on either side of where they round.
+# Of the sigmoids: those that may differ from torch's in the last of 16 bits, since approximate exponentials
+# and reciprocals may fall on the other side of where they round.
 OTHERWISE_ROUNDED = 0.01
 
 

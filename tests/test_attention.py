@@ -137,6 +137,17 @@ def test_gates_are_the_twin_of_any_kernel(kernel, dtype):
     assert (gated[1] == 0).all()
 
 
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+@pytest.mark.parametrize(
+    "gate",
+    [torch.zeros(2, 40, 3), torch.zeros(40, 3, dtype=torch.bfloat16), torch.zeros(2, 40, 1).bfloat16()],
+)
+def test_gates_of_another_shape_or_dtype_are_refused(kernel, gate):
+    q = torch.randn(2, 40, 3, 64).bfloat16()
+    with pytest.raises(ValueError, match=r"gate must be \(2, 40, 3\), torch.bfloat16 on cpu, not "):
+        attend(q, q, q, kernel=kernel, gate=gate)
+
+
 def test_gated_calls_compile_and_have_sound_fakes():
     q, k, v = inputs()
     logits = torch.randn(2, 37, 3)

@@ -38,6 +38,8 @@ def _run(
     again = choose.again
     bound = choose.bind(q, k, kv_lengths, mask, return_lse, kernel, kind)
     active = recorder.active()
+    if gate is not None:
+        _check_gate(gate, q)
     # The kernel's own; or done after it, which also keeps it comparable with arms that know no gates.
     gates: dict[str, Any] = {}
     if gate is not None and getattr(bound.kernel, "GATES", False) and not (active and active.compare):
@@ -57,6 +59,14 @@ def _run(
             tensors = (q, k, v) if kv_lengths is None else (q, k, v, kv_lengths)
             again.keep(key, tensors if gate is None else (*tensors, gate), (bound, scale, call))
     return results
+
+
+def _check_gate(gate: torch.Tensor, q: torch.Tensor) -> None:
+    if gate.shape != q.shape[:3] or gate.dtype != q.dtype or gate.device != q.device:
+        raise ValueError(
+            f"gate must be {tuple(q.shape[:3])}, {q.dtype} on {q.device}, not {tuple(gate.shape)}, "
+            f"{gate.dtype} on {gate.device}"
+        )
 
 
 def _gated(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ int splits(const VideoattnCall& call) {
     const int64_t blocks = ceil_div(call.kv_len, blackwell::kTileRows);
     if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
     const Tiling tiling{static_cast<double>(ceil_div(call.q_len, blackwell::kItemRows) * call.heads), 1.0};
-    return choose_splits(&tiling, 1, blocks, call.num_sms);
+    constexpr double kMerge = 4.0;  // not measured
+    return choose_splits(&tiling, 1, blocks, call.num_sms, kMerge);
 }
 
 template <typename Config>

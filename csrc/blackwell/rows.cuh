@@ -126,7 +126,8 @@ __device__ __forceinline__ void softmax_warp(Shared<C>& shared, int q, TmemAddre
     }
 }
 
-// O of this warp's 32 rows, times each row's scale and gate, to global memory through shared memory. Zeros if the item has no keys.
+// O of this warp's 32 rows, times each row's scale and gate, to global memory through shared memory. Zeros if the item
+// has no keys.
 template <typename C, typename Element>
 __device__ __forceinline__ void store_output(uint32_t staging, const CUtensorMap& o_map, TmemAddress o_tmem, float scale,
                                              uint32_t gate, const Work& work, int q) {

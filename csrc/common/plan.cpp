@@ -125,16 +125,14 @@ double tiling_cost(const Tiling& tiling, int splits, int64_t blocks, int num_sms
     return waves * (static_cast<double>(ceil_div(blocks, splits)) + kTileCost) * tiling.step;
 }
 
-int choose_splits(const Tiling* tilings, int count, int64_t blocks, int num_sms) {
-    // Of the call, in key blocks; measured on an H200 (docs/hopper.md, audio text).
-    constexpr double kMergeCost = 5.5;
+int choose_splits(const Tiling* tilings, int count, int64_t blocks, int num_sms, double merge) {
     if (num_sms < 1 || tilings[0].items >= 2 * num_sms) return 1;
     int best = 1;
     double best_cost = 0;
     for (int splits = 1; splits <= kMaxSplits && splits <= blocks; ++splits) {
         double cost = tiling_cost(tilings[0], splits, blocks, num_sms);
         for (int i = 1; i < count; ++i) cost = std::min(cost, tiling_cost(tilings[i], splits, blocks, num_sms));
-        if (splits > 1) cost += kMergeCost;
+        if (splits > 1) cost += merge;
         if (splits == 1 || cost < best_cost) {
             best = splits;
             best_cost = cost;

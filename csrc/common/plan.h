@@ -60,9 +60,9 @@ struct Tiling {
 double tiling_cost(const Tiling& tiling, int splits, int64_t blocks, int num_sms);
 
 // How many parts of the keys to work on at once, so that one batch entry fills the device by one of `count` tilings,
-// the first that of full CTAs; 1 where those fill it twice.
+// the first that of full CTAs; 1 where those fill it twice. `merge` is what merging costs a call, in key blocks.
 // Batch does not enter, so that an entry's result does not depend on its neighbours.
-int choose_splits(const Tiling* tilings, int count, int64_t blocks, int num_sms);
+int choose_splits(const Tiling* tilings, int count, int64_t blocks, int num_sms, double merge);
 
 // A workspace's two parts: fp32 outputs (splits, batch, heads, q_len, head_dim), then LSEs (splits, batch, heads,
 // q_len).

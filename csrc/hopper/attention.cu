@@ -2,7 +2,7 @@
 //
 // Warps: warpgroup 0 is the producer (warp 0 loads by TMA, warp 1 clears V rows past kv_lengths, warp 2 computes the gates
 // of launches that have some, which costs the consumers no register and no latency; the rest leave);
-// warpgroups 1 .. kConsumers each own 64 query rows of the tile. Key tiles run from the last to the first, so that
+// the launch's other warpgroups, its consumers, each own 64 query rows of the tile. Key tiles run from the last to the first, so that
 // the partial one comes while there is nothing to overlap with.
 //
 // One consumer's time-line; the tensor core works on the upper line while the warpgroup runs the lower one, and the
@@ -14,7 +14,7 @@
 //
 // Barriers (arrivals), the first two for each buffer of queries: q_full[g] 1 (the loader) + bytes; q_empty[g] 4 (a lane
 // of each warp of consumer g);
-// k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 kConsumers, v_empty one more (the clearing warp) in launches
+// k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 a consumer, v_empty one more (the clearing warp) in launches
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
 // gates_full[g] 1 (the gates' warp); gates_empty[g] 4.
 // In the kernels for short keys K and V of a head stay for all its tiles: k_empty and v_empty are arrived at when the

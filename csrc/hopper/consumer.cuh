@@ -42,7 +42,7 @@ struct Consumer {
     __device__ __forceinline__ Consumer(const Shared<C>& smem_, const CUtensorMap& o_map_, const Args& args_,
                                         int group_)
         : smem(smem_), o_map(o_map_), args(args_), group(group_),
-          recorder(args_, C::kConsumers + 1, 1 + group_, threadIdx.x % 128 == 0) {}
+          recorder(args_, consumers<C>() + 1, 1 + group_, threadIdx.x % 128 == 0) {}
 
     __device__ __forceinline__ void release(uint32_t barrier) {
         if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);

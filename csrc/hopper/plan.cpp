@@ -31,8 +31,10 @@ template <typename Config>
 int splits(const VideoattnCall& call) {
     const int64_t blocks = key_blocks<Config>(call);
     if (call.splits > 0) return static_cast<int>(call.splits < blocks ? call.splits : blocks);
+    // At head dim 64 measured on an H200 (docs/hopper.md, audio text); at 128 a block is twice the work.
+    constexpr double kMerge = Config::kHeadDim == 64 ? 5.5 : 4.0;
     using Ways = Tilings<Config>;
-    return choose_splits(Ways(call, 1).ways, Ways::kCount, blocks, call.num_sms);
+    return choose_splits(Ways(call, 1).ways, Ways::kCount, blocks, call.num_sms, kMerge);
 }
 
 // Consumers of each of `ctas` CTAs. Unlike the parts of the keys they may depend on the batch: a row is computed the
@@ -123,6 +125,12 @@ template <typename Config>
 bool stay(const VideoattnCall& call) {
     return call.kv_len <= Config::kStages * Config::kTileN;
 }
+
+// A workspace is asked for without saying whether gates will come.
+static_assert(hopper::D128N128Short::kTileN == hopper::D128N128::kTileN &&
+              hopper::D128N128Short::kConsumers == hopper::D128N128::kConsumers &&
+              hopper::D128N128Short::kFewestConsumers == hopper::D128N128::kFewestConsumers,
+              "both must split alike");
 
 // Calls `use` with the configuration for the call: at head dim 64 the key tile that takes least time, the wider of two
 // where padding comes out the same.

@@ -11,7 +11,7 @@ namespace videoattn::hopper {
 template <typename C>
 __device__ __forceinline__ void load(const Shared<C>& smem, const CUtensorMap& q_map, const CUtensorMap& k_map,
                                      const CUtensorMap& v_map, const Args& args) {
-    Recorder recorder(args, C::kConsumers + 1, 0, true);
+    Recorder recorder(args, consumers<C>() + 1, 0, true);
     Ring<C> keys, values;
     uint32_t queries = 0;  // tiles whose queries were asked for
     int value_row = -1, value_head = 0, value_batch = 0;

@@ -118,24 +118,27 @@ def test_a_tile_of_the_product_is_an_arm():
             tune_hopper.tile(text)
 
 
-def test_the_profile_tells_the_order_of_a_step(tmp_path):
-    """The script as a user runs it, in the simulator."""
+@pytest.mark.parametrize("head_dim", [128, 64], ids=["all consumers", "two of three"])
+def test_the_profile_tells_the_order_of_a_step(head_dim, tmp_path):
+    """The script as a user runs it, in the simulator; on the second CTA too."""
     target = tmp_path / "trace.json"
-    command = [sys.executable, "scripts/profile_hopper.py", "--simulate", "--shape", "1,1,128,300,128"]
+    shape = f"1,2,128,300,{head_dim}"
+    command = [sys.executable, "scripts/profile_hopper.py", "--simulate", "--shape", shape]
     done = subprocess.run(
         [*command, "--output", target], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert re.search(r"consumer 1 +softmax +[\d.]+% +3 ", done.stdout), done.stdout
+    assert re.search(r"consumer 1 +softmax +[\d.]+% +6 ", done.stdout), done.stdout
     spans = [event for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
     steps = {"issue": 3, "wait for scores": 3, "softmax": 3, "pack P": 3, "epilogue": 1}
-    for consumer in (1, 2):
-        own = [span for span in spans if span["tid"] == consumer and span["pid"] == 0]
+    for cta, consumer in itertools.product((0, 1), (1, 2)):
+        own = [span for span in spans if span["tid"] == consumer and span["pid"] == cta]
         assert all(a["ts"] + a["dur"] == b["ts"] for a, b in itertools.pairwise(own))
         names = [span["name"] for span in own]
         assert {name: names.count(name) for name in steps} == steps
         order = ["wait for keys", "wait for the turn", "issue", "wait for scores", "softmax"]
         assert names[:5] == order
         assert names[names.index("pack P") + 1 :][:5] == order
+    spans = [span for span in spans if span["pid"] == 0]
     turns = sorted((span["ts"], span["tid"]) for span in spans if span["name"] == "issue")
     assert [consumer for _, consumer in turns] == [1, 2] * 3, "the consumers take turns"
     assert {span["name"] for span in spans if span["tid"] == 0} >= {"load", "wait for a key buffer"}

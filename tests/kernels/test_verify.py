@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from videoattn.kernels import verify
+from videoattn.kernels import native, verify
 from videoattn.kernels.verify import Subject, Verdict
 
 SUBJECT = Subject("hopper", "NVIDIA H200 / MIG 1g", "580.159.04", "0123abcd")
@@ -135,6 +135,17 @@ def test_problems_poison_what_lengths_hide():
     assert k[0].isnan().all()
     assert not k[1, :333].isnan().any()
     assert v[1, 333:].isnan().all()
+
+
+@pytest.mark.parametrize(("arch", "sms"), [(90, 132), (90, 114), (100, 148), (103, 160)])
+def test_problems_split_keys_on_every_architecture(arch, sms):
+    """The merge kernel of each dtype and head dim runs before `auto` trusts the family."""
+    split = {
+        (p.dtype, p.head_dim)
+        for p in verify.problems()
+        if native.workspace_bytes(p.batch, p.heads, p.q_len, p.kv_len, p.head_dim, arch, sms)
+    }
+    assert split == {(dtype, head_dim) for dtype in (torch.bfloat16, torch.float16) for head_dim in (64, 128)}
 
 
 def test_problems_cover_both_dtypes_and_head_dims():

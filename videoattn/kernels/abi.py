@@ -6,7 +6,7 @@ import ctypes
 import struct
 from ctypes import c_char, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 
-VERSION = 1  # VIDEOATTN_API_VERSION
+VERSION = 2  # VIDEOATTN_API_VERSION
 OK, UNSUPPORTED, CUDA_ERROR = 0, 1, 2
 BF16, FP16 = 0, 1
 MESSAGE_BYTES = 512

@@ -295,7 +295,7 @@ class Problem:
 
 
 def problems() -> Iterator[Problem]:
-    """Every code path once: head dims, dtypes, tails, short and long, lengths, views, outliers."""
+    """Every code path once: head dims, dtypes, tails, short and long, split keys, views, outliers."""
     for dtype in (torch.bfloat16, torch.float16):
         for head_dim in (128, 64):
             yield Problem(1, 2, 300, 517, head_dim, dtype)
@@ -304,6 +304,7 @@ def problems() -> Iterator[Problem]:
             yield Problem(3, 2, 64, 256, head_dim, dtype, lengths=(256, 1, 128))
             yield Problem(1, 2, 777, 640, head_dim, dtype, fused=True)
             yield Problem(1, 40, 1500, 300, head_dim, dtype, outliers=True)
+            yield Problem(1, 2, 64, 4096, head_dim, dtype)
 
 
 def check(module: str, device: str) -> str | None:

@@ -8,6 +8,7 @@ import torch
 
 from videoattn.attention import attend
 from videoattn.processors import masks
+from videoattn.processors.fused import gate_twin
 
 if TYPE_CHECKING:
     from videoattn.dispatch import Kind
@@ -75,10 +76,12 @@ class Processor:
     ) -> torch.Tensor:
         """Attention of projected `(batch, seq, heads · head_dim)` tensors, in that layout and query's dtype.
 
-        `attention_mask` is diffusers' additive bias, `(batch, 1 or q_len, kv_len)` or with a head axis.
-        `gate` holds the logits of heads' gates, if `gates_heads`.
+        `attention_mask` is diffusers' additive bias, `(batch, 1 or q_len, kv_len)` or with a head axis. With
+        `gate`, logits `(batch, seq, heads)`, every head is multiplied by twice the sigmoid of its own.
         """
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (query, key, value, gate)
+        ):
             raise RuntimeError(
                 "videoattn has no backward: run the model under torch.no_grad(), or "
                 "videoattn.uninstall(model) to train"
@@ -93,21 +96,25 @@ class Processor:
             mask, kv_lengths = masks.apply(form, attention_mask, kv_len)
         # Under autocast norms return fp32; SDPA would be autocast, an opaque op is not.
         q, k, v = (t.to(value.dtype).unflatten(2, (attn.heads, -1)) for t in (query, key, value))
+        gated = False
         if streams is not None and streams.splits(self.kind):
             out = streams.attend(q, k, v, mask, self.kernel, self.kind)
         else:
             mask = mask if streams is None else streams.rows(self.kind, mask)
+            fusion = self.fusion
+            gated = gate is not None and fusion is not None and fusion.gates_in_attention(query, value, gate)
+            inside = gate if gated else None
             out, _ = attend(
-                q, k, v, kv_lengths=kv_lengths, mask=mask, kernel=self.kernel, kind=self.kind, gate=gate
+                q, k, v, kv_lengths=kv_lengths, mask=mask, kernel=self.kernel, kind=self.kind, gate=inside
             )
-        return out.flatten(2, 3).to(query.dtype)
+        out = out.flatten(2, 3).to(query.dtype)
+        return out if gated else self.gate(out, gate)
 
-    def gates_heads(self, query: torch.Tensor, value: torch.Tensor, logits: torch.Tensor | None) -> bool:
-        """Whether `attend` takes these logits, and multiplies heads by their gates."""
-        if logits is None or self.fusion is None:
-            return False
-        split = self.streams is not None and self.streams.splits(self.kind)
-        return not split and self.fusion.gates_in_attention(query, value, logits)
+    def gate(self, out: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        """`(batch, seq, heads · head_dim)` times its heads' gates, as in `attend`; unchanged without."""
+        if gate is None:
+            return out
+        return gate_twin(out, gate) if self.fusion is None else self.fusion.gate(out, gate)
 
 
 FUSED_PROJECTIONS = (

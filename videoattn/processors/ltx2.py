@@ -34,10 +34,8 @@ class LTX2Processor(Processor):
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         value = attn.to_v(source)
         query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
-        logits = gate_logits(attn, hidden_states)
-        gates = self.gates_heads(query, value, logits)
-        out = self.attend(attn, query, key, value, attention_mask, logits if gates else None)
-        return project_out(attn, out, None if gates else logits, self.fusion)
+        gate = gate_logits(attn, hidden_states)
+        return project_out(attn, self.attend(attn, query, key, value, attention_mask, gate))
 
 
 class LTX2PerturbedProcessor(Processor):
@@ -66,14 +64,13 @@ class LTX2PerturbedProcessor(Processor):
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and bool(torch.all(perturbation_mask == 0))
         if all_perturbed:
-            return project_out(attn, value, gate_logits(attn, hidden_states), self.fusion)
+            return project_out(attn, self.gate(value, gate_logits(attn, hidden_states)))
         query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
-        logits = gate_logits(attn, hidden_states)
-        gates = perturbation_mask is None and self.gates_heads(query, value, logits)
-        out = self.attend(attn, query, key, value, attention_mask, logits if gates else None)
-        if perturbation_mask is not None:
-            out = torch.lerp(value, out, perturbation_mask)
-        return project_out(attn, out, None if gates else logits, self.fusion)
+        gate = gate_logits(attn, hidden_states)
+        if perturbation_mask is None:
+            return project_out(attn, self.attend(attn, query, key, value, attention_mask, gate))
+        out = torch.lerp(value, self.attend(attn, query, key, value, attention_mask), perturbation_mask)
+        return project_out(attn, self.gate(out, gate))
 
 
 def query_and_key(
@@ -102,13 +99,6 @@ def gate_logits(attn: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
     return None if attn.to_gate_logits is None else attn.to_gate_logits(hidden_states)
 
 
-def project_out(
-    attn: Any, out: torch.Tensor, logits: torch.Tensor | None, fusion: Fusion | None
-) -> torch.Tensor:
-    """The per-head gates of `logits`, where there are some to apply, and the output projection."""
-    if logits is not None and fusion is not None:
-        out = fusion.gate(out, logits)
-    elif logits is not None:
-        gates = 2.0 * torch.sigmoid(logits)
-        out = (out.unflatten(2, (attn.heads, -1)) * gates.unsqueeze(-1)).flatten(2, 3)
+def project_out(attn: Any, out: torch.Tensor) -> torch.Tensor:
+    """The output projection and its dropout."""
     return attn.to_out[1](attn.to_out[0](out))
