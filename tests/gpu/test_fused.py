@@ -26,6 +26,7 @@ from tests.pipelines import (
     ltx_inputs,
     ltx_transformer,
 )
+from videoattn.attention import attend
 from videoattn.processors import fused
 from videoattn.processors.fused import Fusion, Modulation, Residual
 from videoattn.processors.regions import compile_blocks, compiled_graphs, cuda_graphs
@@ -125,6 +126,20 @@ def test_gate(fusion, dtype, length, head_dim):
     ours, stock = [fusion.gate(x, logits)], [fused.gate_twin(x, logits)]
     assert_accurate(ours, stock, [reference])
     assert_rounds_as(stock, ours)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_len", [200, 1500])
+def test_gates_in_attention_are_the_gates_own_pass(fusion, dtype, head_dim, kv_len):
+    """By the kernels that gate in their store, and by those that are gated behind."""
+    q, k, v = (draw(2, n, 8 * head_dim, dtype=dtype).unflatten(2, (8, -1)) for n in (700, kv_len, kv_len))
+    logits = strided(2, 700, 8, dtype)
+    own = {(9, 0): ["hopper"], (10, 0): ["blackwell"], (10, 3): ["blackwell"]}
+    for kernel in [*own.get(torch.cuda.get_device_capability(), []), "sdpa"]:
+        plain, _ = attend(q, k, v, kernel=kernel)
+        gated, _ = attend(q, k, v, kernel=kernel, gate=logits)
+        assert_rounds_as([fusion.gate(plain.flatten(2), logits)], [gated.flatten(2)])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
