@@ -126,12 +126,6 @@ bool stay(const VideoattnCall& call) {
     return call.kv_len <= Config::kStages * Config::kTileN;
 }
 
-// A workspace is asked for without saying whether gates will come.
-static_assert(hopper::D128N128Short::kTileN == hopper::D128N128::kTileN &&
-              hopper::D128N128Short::kConsumers == hopper::D128N128::kConsumers &&
-              hopper::D128N128Short::kFewestConsumers == hopper::D128N128::kFewestConsumers,
-              "both must split alike");
-
 // Calls `use` with the configuration for the call: at head dim 64 the key tile that takes least time, the wider of two
 // where padding comes out the same.
 template <typename Use>

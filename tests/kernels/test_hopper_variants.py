@@ -48,13 +48,11 @@ def sources_at(root, monkeypatch):
 
 @pytest.fixture(params=CHECKED, scope="module")
 def variant(request, tmp_path_factory):
-    monkeypatch = pytest.MonkeyPatch()
     chosen = CHECKED[request.param]
     sources = chosen.write(tmp_path_factory.mktemp(request.param))
     keep_kernel(sources, f"{chosen.kernel}_bf16")
-    with sources_at(sources, monkeypatch):
+    with pytest.MonkeyPatch.context() as monkeypatch, sources_at(sources, monkeypatch):
         yield chosen
-    monkeypatch.undo()
 
 
 def inputs(batch, heads, q_len, kv_len, head_dim):

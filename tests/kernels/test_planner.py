@@ -204,6 +204,22 @@ def test_gates_of_short_keys_take_the_kernel_that_has_them():
         assert plan.plan(call).kernel.decode() == f"videoattn_hopper_{kernel}"
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    heads=st.integers(1, 40),
+    q_len=st.integers(1, 3000),
+    kv_len=st.integers(1, 3000),
+    head_dim=st.sampled_from((64, 128)),
+    splits=st.integers(0, 5),
+)
+def test_gates_need_no_other_workspace(heads, q_len, kv_len, head_dim, splits):
+    """It is asked for without saying whether gates will come."""
+    call = meta_call(1, heads, q_len, kv_len, head_dim, splits=splits)
+    plain = plan.workspace_bytes(call)
+    call.gate.data, call.gate.stride_batch, call.gate.stride_seq = 1 << 20, q_len * heads, heads
+    assert plan.workspace_bytes(call) == plain
+
+
 @pytest.mark.parametrize(("rows", "block"), [(128, 384), (192, 512)])
 def test_rows_may_be_given(rows, block):
     made = plan.plan(meta_call(1, 2, 500, 700, rows=rows))
