@@ -14,7 +14,7 @@ constexpr int kWarpRows = 16;   // of one of its warps, which stores them by its
 // What a configuration may choose; scripts/tune_hopper.py builds the kernel with other choices.
 struct Choices {
     static constexpr int kConsumers = 2;  // consumer warpgroups
-    static constexpr int kFewestConsumers = 2;  // in a launch; its CTAs have so many threads less
+    static constexpr int kFewestConsumers = 2;  // that a launch may have, with a warpgroup less for each one missing
     static constexpr int kTileN = 128;
     static constexpr int kStages = 2;
     static constexpr bool kQInRegisters = false;
