@@ -469,6 +469,9 @@ def main() -> int:
             row = bench_shape(shape, options.arms, options, power)
             report["rows"].append(row)
             print_row(row, options.arms, gemm_tflops)
+            # At every shape: a run that a time limit ends keeps what it has.
+            if options.json is not None:
+                write_json(options.json, report)
             torch.cuda.empty_cache()
     power.stop()
     if options.json is not None:

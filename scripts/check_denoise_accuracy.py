@@ -6,8 +6,8 @@ by control arms, which are stock but for their attention kernel, and by the arm 
 where PSNR(arm, reference) - PSNR(rival, reference), averaged over the seeds, is -1 dB or more, and where
 its peak memory is at most 5 % above stock's (memory that CUDA graphs hold is printed apart). Beside the
 mean stand its standard error and how many single seeds are within 1 dB: some clips answer any rounding by
-several dB, so more seeds say more. The controls decide nothing; they say what an arm does whose only
-difference is its attention kernel.
+several dB, so more seeds say more (`--clip-seeds`). The controls decide nothing; they say what an arm does
+whose only difference is its attention kernel.
 
     python scripts/check_denoise_accuracy.py --arm block --config ltx2.3 --size 768x512
 """
@@ -197,6 +197,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--size", default="768x512" if cuda else "64x64", metavar="WxH")
     parser.add_argument("--frames", type=int, default=249 if cuda else 9)
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument(
+        "--clip-seeds", type=int, metavar="SEEDS", help="for the clips, if others than --seeds"
+    )
     parser.add_argument("--demo-steps", type=int, default=DEFAULTS["num_inference_steps"])
     parser.add_argument("--no-demo", action="store_true", help="leave out the demo model's clips")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
@@ -208,6 +211,7 @@ def main(arguments: list[str]) -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     names = list(dict.fromkeys([options.reference, options.rival, *options.controls, options.arm]))
     seeds = range(options.seeds)
+    clip_seeds = seeds if options.clip_seeds is None else range(options.clip_seeds)
     report: dict[str, Any] = {"arms": names, "device": str(device), "torch": torch.__version__}
     print(f"reference {options.reference}, rival {options.rival}, arm {options.arm}, {device}, {dtype}")
     passed = True
@@ -219,7 +223,11 @@ def main(arguments: list[str]) -> int:
             # The demo model has no audio to overlap with.
             mute = [name.removesuffix("+overlap") for name in names]
             report["clips"] = compare(
-                pipe.transformer, lambda seed: clip(pipe, prompt, seed, options.demo_steps), mute, seeds, 1.0
+                pipe.transformer,
+                lambda seed: clip(pipe, prompt, seed, options.demo_steps),
+                mute,
+                clip_seeds,
+                1.0,
             )
             passed &= print_rows(
                 "clips of the demo model, frames",
