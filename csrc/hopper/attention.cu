@@ -16,7 +16,8 @@
 // of each warp of consumer g);
 // k_full[s], v_full[s] 1 + bytes; k_empty[s], v_empty[s] 4 a consumer, v_empty one more (the clearing warp) in launches
 // with key lengths; v_clean[s] 1 (the clearing warp), used in tiles where a key length ends inside the tensor.
-// gates_full[g] 1 (the gates' warp); gates_empty[g] 4.
+// gates_full[g] 32 (the gates' warp); gates_empty[g] 128: every thread that touched them arrives by itself, which
+// compute-sanitizer's racecheck follows.
 // In the kernels for short keys K and V of a head stay for all its tiles: k_empty and v_empty are arrived at when the
 // head changes.
 // Named barriers: 1 + g: consumer g's turn to issue (its own 128 threads wait, those of its predecessor arrive).
@@ -55,8 +56,8 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
                 mbarrier_init(smem.q_empty(group, buffer), 4);
             }
             if (C::kGates) {
-                mbarrier_init(smem.gates_full(group), 1);
-                mbarrier_init(smem.gates_empty(group), 4);
+                mbarrier_init(smem.gates_full(group), 32);
+                mbarrier_init(smem.gates_empty(group), 128);
             }
         }
         for (int stage = 0; stage < C::kStages; ++stage) {

@@ -367,8 +367,7 @@ struct Consumer {
             } else {
                 mbarrier_wait(smem.gates_full(group), (state >> C::kStages ^ back) & 1);
                 rows.template stage<true>(smem.o(group), o, inverse, smem.gates(group));
-                __syncwarp();
-                release(smem.gates_empty(group));
+                mbarrier_arrive(smem.gates_empty(group));
             }
             fence_proxy_async_smem();
             __syncwarp();

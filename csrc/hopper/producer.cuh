@@ -88,8 +88,7 @@ __device__ __forceinline__ void fetch_gates(const Shared<C>& smem, const Args& a
             mbarrier_wait(smem.gates_empty(group), phase);
             store_shared(smem.gates(group) + 4 * lane, gates[2 * group]);
             store_shared(smem.gates(group) + 4 * (lane + 32), gates[2 * group + 1]);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(smem.gates_full(group));
+            mbarrier_arrive(smem.gates_full(group));
         }
         phase ^= 1;
     }
