@@ -74,29 +74,31 @@ def attention(policy: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sc
 
 
 class Rounding(TorchFunctionMode):
-    """Serves unmasked attention calls by a policy; given `distances`, adds up what separates all of them."""
+    """Serves unmasked attention calls by a policy; without one by `cudnn`'s, and adds up what separates all.
 
-    def __init__(self, policy: str, distances: dict[str, list[float]] | None = None) -> None:
+    `distances` holds of every policy the squared distance to fp32, to `cudnn`, and the squared norm.
+    """
+
+    def __init__(self, policy: str | None = None) -> None:
         super().__init__()
         self.policy = policy
-        self.distances = distances
+        self.distances: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is not F.scaled_dot_product_attention or kwargs.get("attn_mask") is not None:
             return function(*args, **kwargs)
         q, k, v = (*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs))[:3]
-        call = (q, k, v, kwargs.get("scale") or q.shape[-1] ** -0.5)
-        if self.distances is not None:
-            self._add(self.distances, call)
-        return attention(self.policy, *call)
+        scale = kwargs.get("scale") or q.shape[-1] ** -0.5
+        if self.policy is None:
+            self._add(q, k, v, scale)
+        return attention(self.policy or "cudnn", q, k, v, scale)
 
-    @staticmethod
-    def _add(distances: dict[str, list[float]], call: Any) -> None:
-        outs = {name: attention(name, *call).double() for name in (EXACT, *POLICIES)}
-        fp32 = attention(EXACT, *(x.float() for x in call[:3]), call[3]).double()
+    def _add(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        outs = {name: attention(name, q, k, v, scale).double() for name in (EXACT, *POLICIES)}
+        fp32 = attention(EXACT, q.float(), k.float(), v.float(), scale).double()
         for name, out in outs.items():
-            sums = distances[name]
+            sums = self.distances[name]
             sums[0] += (out - fp32).square().sum().item()
             sums[1] += (out - outs["cudnn"]).square().sum().item()
             sums[2] += fp32.square().sum().item()
@@ -113,12 +115,11 @@ def main() -> int:
         pipe = load_pipeline(torch_dtype=torch.bfloat16)
         pipe.set_progress_bar_config(disable=True)
         prompt = check.encoded(pipe)
-        distances: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-        with Rounding("cudnn", distances):
+        with Rounding() as rounding:
             check.clip(pipe, prompt, 0, options.demo_steps)
         print(f"torch {torch.__version__}; self-attention calls of one clip, relative L2 distance")
         print(f"{'policy':<10} {'to fp32':>10} {'to cudnn':>10}")
-        for name, (error, apart, norm) in distances.items():
+        for name, (error, apart, norm) in rounding.distances.items():
             print(f"{name:<10} {math.sqrt(error / norm):10.2e} {math.sqrt(apart / norm):10.2e}")
         clips: dict[str, list[torch.Tensor]] = {}
         for name in ("cudnn", "flash4", EXACT, "ours", "ours+sum"):
