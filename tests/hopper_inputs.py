@@ -110,6 +110,28 @@ def not_finite(
     return q.to(dtype), k.to(dtype), v.to(dtype), lengths
 
 
+def nothing_at_first(
+    head_dim: int, tile: int, blocks: int, dtype: torch.dtype, *, rows: int = 64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Queries, keys, values and scale: all scores of the last block, which comes first, are -inf.
+
+    Each head has the others at another level, every second row the first of them 60 higher than the rest.
+    """
+    levels = (0, -20, -150, -1000, 80)
+    generator = torch.Generator().manual_seed(head_dim + tile)
+    q = torch.rand(1, rows, len(levels), head_dim, generator=generator) + 0.1
+    k = torch.randn(1, tile * blocks, len(levels), head_dim, generator=generator) / 4
+    v = torch.randn(k.shape, generator=generator)
+    q[..., 0] = 1
+    q[..., 1] = torch.arange(rows)[:, None] % 2
+    k[..., 0] = torch.tensor(levels)
+    k[:, :tile, :, 1], k[:, tile:, :, 1] = 60, 0
+    k[:, tile * (blocks - 1) :] = -torch.inf
+    # Of 0 times infinity there would be NaN.
+    k[:, tile * (blocks - 1) :, :, 1] = 0
+    return q.to(dtype), k.to(dtype), v.to(dtype), 1.0
+
+
 def assert_not_finite_shows(out, lse, q, k, v, scale: float, lengths) -> None:
     """Rows and LSEs are finite exactly where they should be, and rows right there."""
     for entry, length in enumerate(lengths.tolist()):

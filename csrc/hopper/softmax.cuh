@@ -15,6 +15,10 @@ namespace videoattn::hopper {
 // and many moderately large values move it too.
 constexpr float kTrustedSum = 1024.0f;
 
+// The shift of a row whose first block had no finite score: against it every finite score's exponential overflows, and the
+// row begins anew with that block. A reference only moves up, and 0 could be too high for all that follow.
+constexpr float kNoReference = -0x1p127f;
+
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
@@ -70,7 +74,7 @@ struct Softmax {
                 b = fmaxf(b, fmaxf(s[4 * block + 4 + 2 * row], s[4 * block + 4 + 2 * row + 1]));
             }
             const float top = quad_max(fmaxf(a, b));
-            shift[row] = top == -INFINITY ? 0.0f : top * scale_log2;
+            shift[row] = top == -INFINITY ? kNoReference : top * scale_log2;
             row_sum[row] = 0.0f;
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block) {
@@ -87,6 +91,15 @@ struct Softmax {
     // multiplied by `factor`. Above 0 floats order as integers, and nothing below 0 matters here, so that one three-way
     // integer maximum replaces two floating-point ones.
     __device__ __forceinline__ void raise(float (&s)[kColumns / 2], float (&factor)[2]) {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            float first = -INFINITY;
+#pragma unroll
+            for (int block = 0; block < kBlocks; ++block)
+                first = fmaxf(first, fmaxf(s[4 * block + 2 * row], s[4 * block + 2 * row + 1]));
+            first = quad_max(first);
+            if (shift[row] == kNoReference && first != -INFINITY) shift[row] = first * scale_log2;
+        }
         int top[2] = {0, 0};
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {

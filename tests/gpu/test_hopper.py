@@ -255,6 +255,17 @@ def test_scores_leap_by_a_hundred_powers_of_two(tile, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", hopper_inputs.TILES)
+def test_a_first_block_without_a_finite_score(tile, dtype):
+    """Rows begin with the block that has one, however low or high its scores are."""
+    *made, scale = hopper_inputs.nothing_at_first(*hopper_inputs.TILES[tile], dtype, rows=300)
+    q, k, v = (x.cuda() for x in made)
+    for options in ({}, {"grid": 3}, {"splits": 2}):
+        out, lse = launch(q, k, v, scale=scale, **options)
+        hopper_inputs.assert_rows(out, lse, q, k, v, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", hopper_inputs.TILES)
 def test_keys_that_are_not_finite(tile, dtype):
     """A NaN or an infinite score shows, wherever its key lies; past a key length it does not."""
     head_dim, keys, blocks = hopper_inputs.TILES[tile]
