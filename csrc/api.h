@@ -46,7 +46,7 @@ typedef struct VideoattnCall {
     float* lse;                 // (batch, heads, q_len), contiguous, natural log; null: not wanted
     const int32_t* kv_lengths;  // (batch,) on the device, clamped to [0, kv_len]; null: all kv_len
     float scale;                // softmax(scale * q k^T)
-    int32_t grid;               // CTAs to launch; 0: as many as the device runs at once
+    int32_t grid;               // CTAs to launch, up to 65535; 0: as many as the device runs at once
     int32_t num_sms;            // streaming multiprocessors the plan may count on; 0 asks the device
     int32_t splits;             // parts of the keys worked on at once; 0: chosen by the planner
     int32_t rows;               // query rows a CTA works on at once; 0: chosen by the planner. No result depends on it

@@ -1,8 +1,8 @@
 """compute-sanitizer over the Hopper kernel on small shapes: one command, one table.
 
-Runs memcheck, initcheck, synccheck and racecheck on a process that launches every configuration with tails,
-key lengths, split keys and many tiles a CTA, and holds each result against fp32. Exit status 1 if a tool
-reports anything or a result is wrong.
+Runs memcheck, initcheck, synccheck and racecheck on a process that launches every kernel with tails, key
+lengths, split keys, many tiles a CTA, gates, LSEs and scores that leap, and holds each result against fp32.
+Exit status 1 if a tool reports anything or a result is wrong.
 
     python scripts/sanitize_hopper.py
     python scripts/sanitize_hopper.py --tools memcheck racecheck --variant d128short_n64 --log reports
@@ -16,14 +16,19 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tune_hopper
 
+from tests import hopper_inputs
 from videoattn.kernels import accuracy, library
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
@@ -39,37 +44,58 @@ CASES = (
     (1, 2, 100, 900, 128, 2, 0, 128),
     (1, 2, 259, 259, 64, 1, 3, 128),
     (1, 2, 259, 700, 64, 2, 3, 128),
+    (1, 2, 200, 1100, 64, 1, 1, 192),
+    (1, 2, 200, 1100, 64, 2, 3, 128),
 )
+DTYPES = (torch.bfloat16, torch.float16)
 
 
-def child(variant: str | None) -> int:
-    """The process under the sanitizer: every case, with and without key lengths and gates; the wrong ones."""
-    built = tune_hopper.build(variant) if variant else library.load()
-    wrong = 0
-    for case in CASES:
+def calls() -> Iterator[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]]:
+    """What to launch: a name, q, k, v on the CPU and the options of the call, key lengths among them."""
+    for case, dtype in product(CASES, DTYPES):
         batch, heads, q_len, kv_len, head_dim, splits, grid, rows = case
         generator = torch.Generator().manual_seed(kv_len)
         sizes = [(batch, length, heads, head_dim) for length in (q_len, kv_len, kv_len)]
-        q, k, v = (torch.randn(size, generator=generator).to(torch.bfloat16).cuda() for size in sizes)
-        lengths = torch.tensor([kv_len // 3, 0][:batch], dtype=torch.int32).cuda()
-        for kv_lengths in (None, lengths):
-            options = {"splits": splits, "grid": grid, "rows": rows, "kv_lengths": kv_lengths}
-            out = tune_hopper.launch(built, q, k, v, **options)
-            torch.cuda.synchronize()
-            errors = accuracy.compare(out, None, q, k, v, scale=head_dim**-0.5, kv_lengths=kv_lengths)
-            if not errors.passed:
-                print(f"WRONG {case} lengths {kv_lengths is not None}: {errors}")
-                wrong += 1
-            # By the host: initcheck does not see what torch's kernels write.
-            logits = q.cpu()[..., 0].contiguous().cuda()
-            gated = tune_hopper.launch(built, q, k, v, gate=logits, **options)
-            torch.cuda.synchronize()
-            expected = out * (2 * torch.sigmoid(logits))[..., None]
-            # One other last bit of the sigmoid, and the product's rounding.
-            if not torch.allclose(gated, expected, rtol=2**-6, atol=2**-126):
-                print(f"WRONG {case} lengths {kv_lengths is not None}: the gates")
-                wrong += 1
-    print(f"{4 * len(CASES)} calls, {wrong} wrong")
+        tensors = tuple(torch.randn(size, generator=generator).to(dtype) for size in sizes)
+        lengths = torch.tensor([kv_len // 3, 0][:batch], dtype=torch.int32)
+        options = {"splits": splits, "grid": grid, "rows": rows, "scale": head_dim**-0.5}
+        yield f"{case} {dtype}", tensors, {**options, "kv_lengths": None}
+        yield f"{case} {dtype} with key lengths", tensors, {**options, "kv_lengths": lengths}
+    # Scores that pass what fp32 holds, which a warp computes again.
+    for tile, (head_dim, keys, blocks) in hopper_inputs.TILES.items():
+        *tensors, scale = hopper_inputs.leaps(head_dim, keys, blocks, torch.bfloat16)
+        options = {"grid": 2, "splits": 1, "rows": 0, "scale": scale, "kv_lengths": None}
+        yield f"{tile} with scores that leap", tuple(tensors), options
+
+
+def child(variant: str | None) -> int:
+    """The process under the sanitizer: every call, with and without gates; the wrong ones."""
+    built = tune_hopper.build(variant) if variant else library.load()
+    wrong = count = 0
+    for name, tensors, options in calls():
+        q, k, v = (x.cuda() for x in tensors)
+        scale, lengths = options["scale"], options["kv_lengths"]
+        options["kv_lengths"] = lengths = None if lengths is None else lengths.cuda()
+        batch, q_len, heads, _ = q.shape
+        lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cuda")
+        out = tune_hopper.launch(built, q, k, v, lse=lse, **options)
+        torch.cuda.synchronize()
+        errors = accuracy.compare(out, lse, q, k, v, scale=scale, kv_lengths=lengths)
+        if not errors.passed:
+            print(f"WRONG {name}: {errors}")
+            wrong += 1
+        # By the host: initcheck does not see what torch's kernels write.
+        logits = tensors[0][..., 0].contiguous().cuda()
+        gated = tune_hopper.launch(built, q, k, v, gate=logits, **options)
+        torch.cuda.synchronize()
+        expected = out * (2 * torch.sigmoid(logits))[..., None]
+        # One other last bit of the sigmoid, and the product's rounding; fp16 has subnormal numbers.
+        least = 2**-126 if q.dtype == torch.bfloat16 else 2**-22
+        if not torch.allclose(gated, expected, rtol=2**-6, atol=least):
+            print(f"WRONG {name}: the gates")
+            wrong += 1
+        count += 2
+    print(f"{count} calls, {wrong} wrong")
     return wrong
 
 

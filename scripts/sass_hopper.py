@@ -5,7 +5,7 @@ key tile) by the pipe they need, and the clocks an SM sub-partition spends on ea
 if nothing ever waits: 64 x N x 16 multiply-adds N / 2, MUFU 8 an instruction, ALU 2, issue 1. No GPU; needs
 nvcc and nvdisasm (`pip install nvidia-cuda-nvdisasm`).
 
-    python scripts/sass_hopper.py --variants d128_base d128_check_first
+    python scripts/sass_hopper.py --variants d128_base d128_no_turns
 """
 
 from __future__ import annotations

@@ -187,12 +187,11 @@ def launch(variant: ctypes.CDLL, q, k, v, *, splits: int = 0, **options) -> torc
         k,
         v,
         out,
-        scale=q.shape[-1] ** -0.5,
         arch=90,
         num_sms=native.num_sms(q.device.index),
         stream=torch.cuda.current_stream().cuda_stream,
         splits=splits,
-        **options,
+        **{"scale": q.shape[-1] ** -0.5, **options},
     )
     count = variant.videoattn_workspace_bytes(ctypes.byref(made))
     workspace = torch.empty(count, dtype=torch.uint8, device=q.device) if count else None

@@ -34,7 +34,7 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.splits = Divisor(parts);
     // The kernel counts items in 32 bits and steps past the last one by a grid.
     const double items = static_cast<double>(q_blocks) * parts * call.heads * call.batch;
-    if (items > 2147000000.0 || call.grid > 65535)
+    if (items > 2147000000.0)
         return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f work items are more than one launch can count", items);
     args.items = static_cast<int32_t>(items);
     args.scale_log2 = call.scale * 1.4426950408889634f;

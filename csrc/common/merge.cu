@@ -40,7 +40,10 @@ __device__ __forceinline__ void merge(const MergeArgs& args) {
     // Without a key in any part every weight is 0; so is a part's own without a key in it.
     const float shift = top == -INFINITY ? 0.0f : top;
     for (int split = 0; split < args.splits; ++split) {
-        const float weight = expf(args.partial_lse[split * args.rows + row] - shift);
+        const float part_lse = args.partial_lse[split * args.rows + row];
+        // A part whose scores are all -inf holds NaN; that is the row's only where no part has another score.
+        if (part_lse == -INFINITY && top != -INFINITY) continue;
+        const float weight = expf(part_lse - shift);
         sum += weight;
         const float4* part = reinterpret_cast<const float4*>(
             args.partial_out + (split * args.rows + row) * kHeadDim + column);

@@ -63,7 +63,8 @@ int check_call(const VideoattnCall& call, const Message& message) {
     if (call.reserved != 0) return message.fail(VIDEOATTN_UNSUPPORTED, "reserved is %d, not 0", call.reserved);
     if (reinterpret_cast<uintptr_t>(call.workspace) % 16 != 0)
         return message.fail(VIDEOATTN_UNSUPPORTED, "workspace does not start at a multiple of 16 bytes");
-    if (call.grid < 0) return message.fail(VIDEOATTN_UNSUPPORTED, "grid is %d; it must be 0 or more", call.grid);
+    if (call.grid < 0 || call.grid > 65535)
+        return message.fail(VIDEOATTN_UNSUPPORTED, "grid is %d; it must lie in 0 .. 65535", call.grid);
     if (reinterpret_cast<uintptr_t>(call.lse) % 4 != 0)
         return message.fail(VIDEOATTN_UNSUPPORTED, "lse does not start at a multiple of 4 bytes");
     if (reinterpret_cast<uintptr_t>(call.kv_lengths) % 4 != 0)

@@ -239,7 +239,9 @@ struct Consumer {
     // A block whose exponentials came out too large for its rows' references.
     __device__ __forceinline__ void fit(float (&s)[kScores], float (&o)[kOutputs], Scores& softmax,
                                         float (&block_sum)[2], int index, int block) {
-        wgmma_wait<0>();  // which frees the registers of P
+        // Frees the registers of P. The warps of a consumer decide one by one, where the ISA has a warpgroup execute a
+        // wait together: SASS waits warp by warp, and a vote of all four would stand in the loop.
+        wgmma_wait<0>();
         pin(o);
         float factor[2];
         if (softmax.lower(s, block_sum, factor)) {

@@ -91,7 +91,7 @@ int plan_config(const VideoattnCall& call, VideoattnPlan* plan, const Message& m
     args.splits = Divisor(parts);
     // The kernel counts tiles in 32 bits and steps past the last one by a grid.
     const double tiles = static_cast<double>(q_tiles) * parts * call.heads * call.batch;
-    if (tiles > 2147000000.0 || call.grid > 65535)
+    if (tiles > 2147000000.0)
         return message.fail(VIDEOATTN_UNSUPPORTED, "%.0f query tiles are more than one launch can count", tiles);
     args.tiles = static_cast<int32_t>(tiles);
     args.scale_log2 = call.scale * 1.4426950408889634f;

@@ -15,9 +15,9 @@ enum class Phase {
     kQueryBuffer,  // of queries
     kLoad,         // issues a copy
     // consumers
-    kKeys,     // waits for keys
+    kKeys,     // waits for keys and, at a tile's start, for queries
     kTurn,     // waits for its turn
-    kIssue,    // issues wgmma, waits for queries and values
+    kIssue,    // issues wgmma, waits for values
     kScores,   // waits for scores
     kSoftmax,  // exponentials
     kOutput,   // waits for the P V

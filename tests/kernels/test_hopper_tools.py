@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -20,7 +21,8 @@ import sanitize_hopper
 import sass_hopper
 import tune_hopper
 
-from videoattn.kernels import library
+from tests import hopper_inputs
+from videoattn.kernels import accuracy, library, native, plan
 
 pytestmark = pytest.mark.slow
 
@@ -142,3 +144,22 @@ def test_the_profile_tells_the_order_of_a_step(head_dim, tmp_path):
     turns = sorted((span["ts"], span["tid"]) for span in spans if span["name"] == "issue")
     assert [consumer for _, consumer in turns] == [1, 2] * 3, "the consumers take turns"
     assert {span["name"] for span in spans if span["tid"] == 0} >= {"load", "wait for a key buffer"}
+
+
+def test_the_sanitizer_launches_every_kernel():
+    """In both dtypes, with scores that leap on each tile; what it judges results by holds for right ones."""
+    planned: dict[bool, set[str]] = {False: set(), True: set()}
+    for name, (q, k, v), options in sanitize_hopper.calls():
+        call = native.fill_call(q, k, v, torch.empty_like(q), arch=90, num_sms=132, **options)
+        planned["leap" in name].add(plan.plan(call).kernel.decode())
+    tiles = {f"videoattn_hopper_{tile}" for tile in hopper_inputs.TILES}
+    assert planned[False] == {f"{tile}_{kind}" for tile in tiles for kind in ("bf16", "fp16")}
+    assert planned[True] == {f"{tile}_bf16" for tile in tiles}
+    # As the kernels give it: exact, and rounded to the dtype.
+    for name, (q, k, v), options in sanitize_hopper.calls():
+        if "leap" not in name:
+            continue
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * options["scale"]
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double()).to(q.dtype)
+        lse = scores.logsumexp(-1).float()
+        assert accuracy.compare(out, lse, q, k, v, scale=options["scale"]).passed

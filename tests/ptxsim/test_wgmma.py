@@ -41,6 +41,17 @@ def test_a_planted_bug_is_named(old, new, kind, severity):
     assert (kind, severity) in found
 
 
+def test_every_missing_fence_counts():
+    """Behind a wait too, where another wgmma had its fence."""
+    start, end = CASE.ptx.index("wgmma.fence"), CASE.ptx.index(WAIT) + len(WAIT)
+    once = CASE.ptx[start:end]
+    twice = CASE.ptx[:end] + "\n" + once + CASE.ptx[end:]
+    assert not run(CASE, twice, Schedule.late())[0].findings
+    unfenced = CASE.ptx[:end] + "\n" + once.replace("wgmma.fence.sync.aligned;", "") + CASE.ptx[end:]
+    report, _ = run(CASE, unfenced, Schedule.late())
+    assert {f.kind for f in report.findings} == {"missing fence"}
+
+
 def test_schedules_do_not_change_the_product():
     outs = [run(CASE, CASE.ptx, s) for s in (Schedule.early(), Schedule.late(), Schedule.random(1))]
     assert all(not report.findings for report, _ in outs)

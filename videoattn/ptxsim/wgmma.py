@@ -110,6 +110,8 @@ class WgmmaOps(TmaOps):
         w = self.W
         if len(w.wgmma_groups) <= n:
             return
+        # What was waited for may be read and written from here on, and the next wgmma must come behind that.
+        w.wgmma_fenced = False
         done = w.wgmma_groups[: len(w.wgmma_groups) - n]
         del w.wgmma_groups[: len(done)]
         still = {id(c) for _, chains in w.wgmma_groups for c, _ in chains} | {
