@@ -423,12 +423,6 @@ __device__ __forceinline__ float2 fma_rn_ftz_f32x2(float2 a, float2 b, float2 c)
     return detail::unpair(d);
 }
 
-__device__ __forceinline__ float2 mul_rn_ftz_f32x2(float2 a, float2 b) {
-    uint64_t d;
-    asm("mul.rn.ftz.f32x2 %0, %1, %2;" : "=l"(d) : "l"(detail::pair(a)), "l"(detail::pair(b)));
-    return detail::unpair(d);
-}
-
 __device__ __forceinline__ float2 add_rn_ftz_f32x2(float2 a, float2 b) {
     uint64_t d;
     asm("add.rn.ftz.f32x2 %0, %1, %2;" : "=l"(d) : "l"(detail::pair(a)), "l"(detail::pair(b)));
