@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 
 import videoattn
 from tests.pipelines import (
@@ -216,11 +218,89 @@ def test_weights_that_moved_and_adapters_that_changed_are_captured_anew():
     for _ in range(3):
         assert equal(model(**call), expected)
     assert graphs.captured == 1
-    model.disable_adapters()
     model.set_adapters(["default"], [0.5])
     expected = graphs._forward(**call)
     for _ in range(3):
         assert equal(model(**call), expected)
+
+
+def lora(model, name):
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), name)
+
+
+def ia3(model, name):
+    targets = {"target_modules": ["to_k", "to_v"], "feedforward_modules": []}
+    model.add_adapter(IA3Config(**targets, init_ia3_weights=False), name)
+
+
+def whole_module(model, name):
+    if not isinstance(model.proj_out, ModulesToSaveWrapper):
+        model.proj_out = ModulesToSaveWrapper(model.proj_out, name)
+    model.proj_out.update(name)
+    torch.nn.init.normal_(model.proj_out.modules_to_save[name].weight)
+
+
+def peft_layers(model):
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]
+
+
+def disable(model):
+    for layer in peft_layers(model):
+        layer.enable_adapters(False)
+    return lambda: [layer.enable_adapters(True) for layer in peft_layers(model)]
+
+
+def disable_lora(model):
+    model.disable_lora()
+    return model.enable_lora
+
+
+def switch(model):
+    for layer in peft_layers(model):
+        layer.set_adapter("b")
+    return lambda: [layer.set_adapter("a") for layer in peft_layers(model)]
+
+
+def scale(model):
+    for layer in peft_layers(model):
+        layer.scale_layer(0.5)
+    return lambda: [layer.unscale_layer(0.5) for layer in peft_layers(model)]
+
+
+def merge(model):
+    for layer in peft_layers(model):
+        layer.merge()
+    return lambda: [layer.unmerge() for layer in peft_layers(model)]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "change"),
+    [
+        (lora, disable_lora),
+        *((adapter, change) for adapter in (lora, ia3, whole_module) for change in (disable, switch)),
+        (lora, scale),
+        (lora, merge),
+        (ia3, merge),
+    ],
+)
+def test_adapters_that_act_otherwise_are_captured_anew(adapter, change):
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    torch.manual_seed(0)
+    for name in "ab":
+        adapter(model, name)
+    for layer in peft_layers(model):
+        layer.set_adapter("a")
+    graphs = graphs_of(model, capture=Frozen)
+    before = [model(**call) for _ in range(3)][-1]
+    undo = change(model)
+    # Merged weights stay at their addresses and give the same outputs but for roundings.
+    assert not equal(graphs._forward(**call), before)
+    for step in (lambda: None, undo):
+        step()
+        expected = graphs._forward(**call)
+        for _ in range(3):
+            assert equal(model(**call), expected)
+        assert graphs.captured == 1
 
 
 def test_the_log_times_replays_whole_and_says_so(tmp_path):

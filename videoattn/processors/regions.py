@@ -166,7 +166,7 @@ class ForwardGraphs:
     def _drop_if_weights_changed(self) -> None:
         if not self._tree.stands():
             self._tree = Tree(self._model)
-        weights = self._tree.modules, _adapters(self._model, self._tree), self._tree.addresses()
+        weights = self._tree.modules, self._tree.adapters(), self._tree.addresses()
         if weights != self._weights:
             _refuse_hooks(self._model)
             self._drop()
@@ -323,15 +323,4 @@ def _switches() -> tuple[Any, ...]:
         autocast and torch.get_autocast_dtype("cuda"),
         torch.backends.cuda.matmul.fp32_precision,
         _AttentionBackendRegistry.get_active_backend()[0],
-    )
-
-
-def _adapters(model: Any, tree: Tree) -> Any:
-    """Which adapters act on the model, with which scales; None without any."""
-    if not getattr(model, "peft_config", None):
-        return None
-    return tuple(
-        (id(module), tuple(module.active_adapters), tuple(module.scaling.items()), module.merged)
-        for module in tree.modules
-        if hasattr(module, "active_adapters") and hasattr(module, "scaling")
     )

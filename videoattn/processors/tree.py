@@ -6,6 +6,7 @@ Finding the modules takes many times as long as asking.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Hashable, Iterator
 from itertools import chain
 from typing import Any
@@ -30,6 +31,7 @@ class Tree:
         self.attentions: list[Any] = [
             each for each in self.modules if hasattr(each, "get_processor") and hasattr(each, "to_q")
         ]
+        self._adapted = _adapted(self.modules)
         # Attributes are slow to ask a module for where it has none.
         self._own = [vars(module) for module in self.modules]
         self._below = [own[name] for own in self._own for name in ("_modules", "_parameters") if own[name]]
@@ -53,6 +55,19 @@ class Tree:
         """Where the weights lie."""
         return list(map(torch.Tensor.data_ptr, self._parameters))
 
+    def adapters(self) -> list[Any]:
+        """Which adapters act on the model, with which scales."""
+        return [
+            (
+                module.disable_adapters,
+                tuple(module.active_adapters),
+                # peft's wrappers of whole modules pass questions on to what they wrap.
+                module.merged if tuner else None,
+                tuple(getattr(module, "scaling", {}).items()) if tuner else None,
+            )
+            for module, tuner in self._adapted
+        ]
+
     def hooked(self) -> bool:
         """Whether a hook runs in the model's forward, or diffusers or accelerate have put one around it."""
         return any(self._hooks) or any(_hooked(own) for own in self._own if "forward" in own)
@@ -66,6 +81,14 @@ class Tree:
     def processors(self) -> Hashable:
         """What the processors in force do; equal where equal ones are in force."""
         return tuple([_describe(attention.processor) for attention in self.attentions])
+
+
+def _adapted(modules: list[Any]) -> list[tuple[Any, bool]]:
+    """peft's layers and its wrappers of whole modules, and which are layers."""
+    # A model can have none before peft is imported, which this would not do for nothing.
+    tuners, wrappers = map(sys.modules.get, ("peft.tuners.tuners_utils", "peft.utils.other"))
+    layer, wrapper = getattr(tuners, "BaseTunerLayer", ()), getattr(wrappers, "AuxiliaryTrainingWrapper", ())
+    return [(each, isinstance(each, layer)) for each in modules if isinstance(each, (layer, wrapper))]
 
 
 def _hooked(own: dict[str, Any]) -> bool:
