@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import FirstBlockCacheConfig
 from diffusers.guiders import SkipLayerGuidance
-from diffusers.hooks import LayerSkipConfig
+from diffusers.hooks import HookRegistry, LayerSkipConfig
+from diffusers.hooks import ModelHook as DiffusersHook
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch.nn.modules.module import register_module_forward_hook
@@ -15,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import videoattn
 from tests.pipelines import ltx_inputs, ltx_transformer
 from tests.processors.test_regions import Frozen, equal, graphs_of
+from videoattn.processors.regions import cuda_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +79,79 @@ def test_a_hook_keeps_forwards_plain_for_as_long_as_it_is_there(put, installed):
     for _ in range(3):
         assert equal(model(**call), before)
     assert graphs.replays > 2
+
+
+def accelerate_hook_on_the_model(model):
+    add_hook_to_module(model, ModelHook())
+    return lambda: remove_hook_from_module(model)
+
+
+def diffusers_hook_on_the_model(model):
+    HookRegistry.check_if_exists_or_initialize(model).register_hook(DiffusersHook(), "none")
+    return lambda: model._diffusers_hook.remove_hook("none")
+
+
+def stranger_around_the_model(model):
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+    def remove():
+        model.forward = forward
+
+    return remove
+
+
+@pytest.mark.parametrize("forwards", [0, 3])
+@pytest.mark.parametrize(
+    "put", [accelerate_hook_on_the_model, diffusers_hook_on_the_model, stranger_around_the_model]
+)
+def test_a_release_below_a_hook_is_one(put, forwards):
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    before = model(**call)
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(forwards):
+        model(**call)
+    replays, plain = graphs.replays, dict(graphs.plain)
+    remove = put(model)
+    graphs.release()
+    own_parameter(model)
+    expected = graphs._forward(**call)
+    assert not equal(expected, before)
+    for undo in (lambda: None, remove):
+        undo()
+        for _ in range(3):
+            assert equal(model(**call), expected)
+    assert (graphs.captured, graphs.replays, graphs.plain) == (0, replays, plain)
+    with pytest.raises(RuntimeError, match="NVIDIA GPU"):  # and not that there are graphs already
+        cuda_graphs(model)
+    again = graphs_of(model, capture=Frozen)
+    for _ in range(3):
+        assert equal(model(**call), expected)
+    assert again.replays == 2
+    again.release()
+    assert equal(model(**call), expected)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_release_gives_back_the_forward_that_was_there(wrapped):
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    forward, expected = model.forward, (2 * model(**call)[0],)
+
+    @functools.wraps(forward)
+    def mine(*args, **kwargs):
+        return (2 * forward(*args, **kwargs)[0],)
+
+    model.forward = mine
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(3):
+        assert equal(model(**call), expected)
+    assert graphs.replays == 2
+    if wrapped:
+        stranger_around_the_model(model)
+    for _ in range(2):
+        graphs.release()
+        assert equal(model(**call), expected)
+        assert wrapped or vars(model)["forward"] is mine
 
 
 def test_a_cache_keeps_forwards_plain():

@@ -137,6 +137,8 @@ class ForwardGraphs:
         self._captures = captures
         self._lane = lane
         self._forward = model.forward
+        self._own_forward = vars(model).get("forward")
+        self._released = False
         # Whoever asks for the forward's parameters gets those of the model's own.
         self.__signature__ = inspect.signature(self._forward)
         self._tree = Tree(model)
@@ -148,14 +150,24 @@ class ForwardGraphs:
         model.forward = self
 
     @property
+    def released(self) -> bool:
+        """Whether `release()` was called, after which every forward runs as ever."""
+        return self._released
+
+    @property
     def captured(self) -> int:
         """How many graphs there are now."""
         return len(self._graphs)
 
     def release(self) -> None:
-        """Give the transformer its own forward back, and the graphs' memory to the allocator."""
+        """Give the transformer the forward back that it had, and the graphs' memory to the allocator."""
+        # Where somebody has wrapped this object since, it stays below and only passes calls on.
+        self._released = True
         if vars(self._model).get("forward") is self:
-            del self._model.forward
+            if self._own_forward is None:
+                del self._model.forward
+            else:
+                self._model.forward = self._own_forward
         self._drop()
 
     def _drop(self) -> None:
@@ -181,6 +193,8 @@ class ForwardGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A forward: the first of its kind runs plain, the second is captured, the rest replay."""
+        if self._released:
+            return self._forward(*args, **kwargs)
         recording = recorder.active()
         whole = recording if isinstance(recording, recorder.Recording) else None
         arguments = self.__signature__.bind(*args, **kwargs).arguments
@@ -259,7 +273,8 @@ def cuda_graphs(target: Any, *, max_tokens: int | None = None, overlap: bool = F
             whole, or has graphs already; or `overlap` where blocks cannot.
     """
     model, _ = models(target)
-    if isinstance(vars(model).get("forward"), ForwardGraphs):
+    forward = vars(model).get("forward")
+    if isinstance(forward, ForwardGraphs) and not forward.released:
         raise RuntimeError("this transformer's forwards are CUDA graphs already: release() those first")
     if next(model.parameters()).device.type != "cuda":
         raise RuntimeError("CUDA graphs need the transformer on an NVIDIA GPU: move it there first")
