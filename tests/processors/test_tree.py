@@ -9,10 +9,11 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import FirstBlockCacheConfig
 from diffusers.guiders import SkipLayerGuidance
-from diffusers.hooks import HookRegistry, LayerSkipConfig
+from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_group_offloading, apply_layer_skip
 from diffusers.hooks import ModelHook as DiffusersHook
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
+from peft import LoraConfig
 from torch.nn.modules.module import register_module_forward_hook
 
 import videoattn
@@ -242,6 +243,95 @@ def test_what_a_model_runs_otherwise_is_captured_anew(change, installed):
         for _ in range(3):
             assert equal(model(**call), expected)
         assert graphs.captured == 1
+
+
+def layer_skip(model):
+    apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
+    return lambda: HookRegistry.check_if_exists_or_initialize(model.transformer_blocks[1]).remove_hook(
+        "layer_skip_hook"
+    )
+
+
+def layerwise_casting(model):
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    # Stays: diffusers has no way to remove it.
+
+
+def group_offloading(model):
+    here = torch.device("cpu")
+    apply_group_offloading(model, onload_device=here, offload_device=here, offload_type="leaf_level")
+
+    def remove():
+        for module in model.modules():
+            if hasattr(module, "_diffusers_hook"):
+                module._diffusers_hook.remove_hook("group_offloading")
+
+    return remove
+
+
+def another_module(model):
+    attention = model.transformer_blocks[0].attn1
+    attention.to_q = torch.nn.Linear(attention.to_q.in_features, attention.to_q.out_features)
+
+
+def moved_weights(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def adapter(model):
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 3])
+@pytest.mark.parametrize("change", [another_module, own_parameter, moved_weights, adapter])
+@pytest.mark.parametrize(
+    "put",
+    [
+        hook,
+        accelerate_hook,
+        accelerate_hook_on_the_model,
+        diffusers_hook_on_the_model,
+        layer_skip,
+        layerwise_casting,
+        group_offloading,
+    ],
+)
+def test_a_hook_keeps_forwards_plain_whatever_changes_beside_it(put, change, forwards):
+    model, call = ltx_transformer(layers=2), ltx_inputs((20,))
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(forwards):
+        model(**call)
+    replays = graphs.replays
+    remove = put(model)
+    for step in (lambda: None, lambda: change(model)):
+        step()
+        expected = graphs._forward(**call)
+        for _ in range(2):
+            assert equal(model(**call), expected)
+    assert graphs.replays == replays
+    assert graphs.plain["a hook is on a module"] == 4
+    if remove is None:
+        return
+    remove()
+    expected = graphs._forward(**call)
+    for _ in range(3):
+        assert equal(model(**call), expected)
+    assert (graphs.captured, graphs.replays) == (1, replays + 2)
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 3])
+def test_a_cache_keeps_forwards_plain_from_the_first_on(forwards):
+    model, call = ltx_transformer(layers=3), ltx_inputs((20,))
+    graphs = graphs_of(model, capture=Frozen)
+    for _ in range(forwards):
+        model(**call)
+    model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+    for _ in range(2):
+        with model.cache_context("cond"):
+            model(**call)
+        moved_weights(model)
+    assert graphs.plain["a hook is on a module"] == 2
 
 
 def test_new_processors_of_diffusers_own_are_no_change():

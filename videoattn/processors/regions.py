@@ -175,12 +175,14 @@ class ForwardGraphs:
         self._seen.clear()
         self._new_capture = None
 
-    def _drop_if_weights_changed(self) -> None:
+    def _hooked(self) -> bool:
         if not self._tree.stands():
             self._tree = Tree(self._model)
+        return self._tree.hooked()
+
+    def _drop_if_weights_changed(self) -> None:
         weights = self._tree.modules, self._tree.adapters(), self._tree.addresses()
         if weights != self._weights:
-            _refuse_hooks(self._model)
             self._drop()
             self._weights = weights
 
@@ -201,13 +203,13 @@ class ForwardGraphs:
         reason = self._refusal(arguments)
         if reason is None and whole is not None and whole.compare:
             reason = "shadow arms run beside single calls"
-        if reason is None:
-            self._drop_if_weights_changed()
-            if self._tree.hooked():
-                reason = "a hook is on a module"
+        # Before the weights are asked for: a hook may move them in every forward, which suits a plain one.
+        if reason is None and self._hooked():
+            reason = "a hook is on a module"
         if reason is not None:
             self.plain[reason] += 1
             return self._forward(*args, **kwargs)
+        self._drop_if_weights_changed()
         self._drop_if_code_changed()
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         key = _key(leaves, spec, self._model, self._tree)
