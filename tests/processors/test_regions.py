@@ -322,6 +322,26 @@ def test_the_log_times_replays_whole_and_says_so(tmp_path):
     assert "Around the calls: level attention: QK norm with rotary embedding" in " ".join(report.split())
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("level", ["call", "block"])
+def test_the_log_counts_the_calls_that_a_forward_makes(level, compiled):
+    torch.compiler.reset()
+    model = ltx2_transformer()
+    videoattn.install(model, level=level)
+    if compiled:
+        model.compile_repeated_blocks(backend="eager", fullgraph=True, dynamic=False)
+    graphs = graphs_of(model)
+    for more, calls in (({}, 12), ({"isolate_modalities": True}, 8), ({}, 12)):
+        with record_timing() as recording:
+            for _ in range(3):
+                model(**ltx2_call(**more))
+        plain = 3 - len(recording.log.forwards)
+        assert len(recording.rows) == calls * plain
+        assert [forward.replayed_calls for forward in recording.log.forwards] == [calls] * (3 - plain)
+    assert (graphs.captured, graphs.replays) == (2, 7)
+    torch.compiler.reset()
+
+
 def test_shadow_arms_keep_forwards_plain():
     model = ltx2_transformer(layers=1)
     videoattn.install(model)

@@ -90,7 +90,10 @@ def cuda_captures(device: torch.device) -> Callable[[], Capture]:
 
 
 class _Captured:
-    """One forward's graph: buffers for its tensors, its outputs, and the recording of what lies between."""
+    """One forward's graph: buffers for its tensors, its outputs, and the recording of what lies between.
+
+    `calls` counts the attention calls in it that a recording of timings would have rows of.
+    """
 
     def __init__(self, forward: Callable[..., Any], leaves: list[Any], spec: Any, capture: Capture) -> None:
         # Outside of inference mode, so that a later forward may write them in any mode.
@@ -101,7 +104,9 @@ class _Captured:
         self._fill(leaves)
         args, kwargs = _pytree.tree_unflatten(self._buffers, spec)
         self._capture = capture
-        self._outputs = capture.record(lambda: forward(*args, **kwargs))
+        with recorder.unrecorded() as count:
+            self._outputs = capture.record(lambda: forward(*args, **kwargs))
+        self.calls = count.calls
 
     def _fill(self, leaves: list[Any]) -> None:
         for buffer, leaf in zip(self._buffers, leaves, strict=True):
@@ -224,13 +229,12 @@ class ForwardGraphs:
             began = perf_counter()
             if self._new_capture is None:
                 self._new_capture = self._captures(device)
-            with recorder.unrecorded(), overlapping(self._lane):
+            with overlapping(self._lane):
                 graph = _Captured(self._forward, leaves, spec, self._new_capture())
             self._graphs[key] = graph
             self.capture_seconds += perf_counter() - began
         self.replays += 1
-        calls = len(self._tree.attentions)
-        with nullcontext() if whole is None else whole.forward(device, replayed_calls=calls):
+        with nullcontext() if whole is None else whole.forward(device, replayed_calls=graph.calls):
             return graph(leaves)
 
     def _refusal(self, arguments: dict[str, Any]) -> str | None:

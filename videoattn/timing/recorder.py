@@ -50,26 +50,49 @@ _active: Recording | None = None
 _activation = threading.Lock()
 
 
+class CallCount:
+    """Runs calls and only counts them."""
+
+    compare = ()
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def record(
+        self,
+        call: AttentionCall,
+        choice: Choice,
+        launch: Launch,
+        *,
+        device: torch.device,
+        kv_lengths: torch.Tensor | None = None,
+    ) -> Result:
+        """Run `launch(choice.kernel)` and return its result."""
+        self.calls += 1
+        return launch(choice.kernel)
+
+
 class _Thread(threading.local):
-    unrecorded = False
+    count: CallCount | None = None
 
 
 _thread = _Thread()
 
 
 def active() -> CallRecorder | None:
-    """The recording in progress that this thread's calls go to, None outside one."""
-    return None if _thread.unrecorded else _active
+    """What this thread's calls go to: the recording in progress, None outside one."""
+    count = _thread.count
+    return _active if count is None else count
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
+def unrecorded() -> Iterator[CallCount]:
     """Keep this thread's calls out of the recording: a capture launches nothing that could be timed."""
-    before, _thread.unrecorded = _thread.unrecorded, True
+    before, _thread.count = _thread.count, CallCount()
     try:
-        yield
+        yield _thread.count
     finally:
-        _thread.unrecorded = before
+        _thread.count = before
 
 
 class Recording:
