@@ -116,7 +116,7 @@ def test_the_watch_sees_what_is_dropped():
 
 def test_only_a_graph_overlaps():
     model, watched = fused(), Watched()
-    graphs = regions.ForwardGraphs(model, None, lambda device: Rerun, lane=watched)
+    graphs = regions.ForwardGraphs(model, None, lambda device: Rerun, lanes=lambda device: watched)
     call = ltx2_call()
     expected = model(**call)
     assert watched.sections == 0

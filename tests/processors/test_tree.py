@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import videoattn
 from tests.pipelines import ltx_inputs, ltx_transformer
 from tests.processors.test_regions import Frozen, equal, graphs_of
-from videoattn.processors.regions import cuda_graphs
+from videoattn.processors.regions import ForwardGraphs, cuda_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -332,6 +334,103 @@ def test_a_cache_keeps_forwards_plain_from_the_first_on(forwards):
             model(**call)
         moved_weights(model)
     assert graphs.plain["a hook is on a module"] == 2
+
+
+def frozen(device):
+    return Frozen
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 3])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("installed", [False, True], ids=["stock", "installed"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        hook,
+        pre_hook,
+        accelerate_hook,
+        layer_skip,
+        own_forward,
+        own_module,
+        own_parameter,
+        own_processors,
+        adapter,
+    ],
+)
+def test_a_copy_has_graphs_of_its_own(change, installed, copied, forwards):
+    model, call = ltx_transformer(layers=2), ltx_inputs((20,))
+    if installed:
+        videoattn.install(model)
+    graphs = ForwardGraphs(model, None, frozen)
+    for _ in range(forwards):
+        model(**call)
+    before, counts = graphs._forward(**call), (graphs.captured, graphs.replays, dict(graphs.plain))
+    other = copied(model)
+    assert (other.forward.captured, other.forward.replays, other.forward.plain) == (0, 0, {})
+    for _ in range(3):
+        assert equal(other(**call), before)
+    assert (other.forward.captured, other.forward.replays) == (1, 2)
+    change(other)
+    expected = other.forward._forward(**call)
+    assert not equal(expected, before)
+    for _ in range(3):
+        assert equal(other(**call), expected)
+    assert (graphs.captured, graphs.replays, graphs.plain) == counts
+    for _ in range(3):
+        assert equal(model(**call), before)
+    graphs.release()
+    other.forward.release()
+    assert "forward" not in vars(model) | vars(other)
+    assert equal(model(**call), before)
+    assert equal(other(**call), expected)
+
+
+class Uncopied:
+    """As a CUDA stream: nothing that holds it can be copied."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("cannot pickle 'Stream' object")
+
+
+class UncopiedLane(Uncopied):
+    def run(self, main, beside):
+        return main(), beside()
+
+
+class UncopiedCaptures(Uncopied):
+    def __call__(self):
+        return Frozen()
+
+
+def test_nothing_of_a_device_is_copied():
+    model, call = ltx_transformer(layers=1), ltx_inputs((20,))
+    devices = []
+
+    def captures(device):
+        devices.append(("captures", device))
+        return UncopiedCaptures()
+
+    def lanes(device):
+        devices.append(("lane", device))
+        return UncopiedLane()
+
+    graphs = ForwardGraphs(model, None, captures, lanes)
+    expected = [model(**call) for _ in range(3)][-1]
+    assert devices == [("lane", torch.device("cpu")), ("captures", torch.device("cpu"))]
+    other = copy.deepcopy(model)
+    for _ in range(3):
+        assert equal(other(**call), expected)
+    assert (graphs.captured, other.forward.captured) == (1, 1)
+    assert devices == 2 * devices[:2]
+    # As it is when the model has moved to another device.
+    moved_weights(model)
+    for _ in range(3):
+        assert equal(model(**call), expected)
+    assert devices == 3 * devices[:2]
 
 
 def test_new_processors_of_diffusers_own_are_no_change():

@@ -132,7 +132,7 @@ class ForwardGraphs:
         model: Any,
         max_tokens: int | None,
         captures: Callable[[torch.device], Callable[[], Capture]] = cuda_captures,
-        lane: Lane | None = None,
+        lanes: Callable[[torch.device], Lane] | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.replays = 0
@@ -140,19 +140,26 @@ class ForwardGraphs:
         self.capture_seconds = 0.0
         self._model = model
         self._captures = captures
-        self._lane = lane
+        self._lanes = lanes
         self._forward = model.forward
         self._own_forward = vars(model).get("forward")
         self._released = False
         # Whoever asks for the forward's parameters gets those of the model's own.
         self.__signature__ = inspect.signature(self._forward)
-        self._tree = Tree(model)
+        self._tree: Tree | None = None
         self._graphs: dict[Any, _Captured] = {}
         self._seen: set[Any] = set()
         self._weights: Any = None
         self._code: Any = None
         self._new_capture: Callable[[], Capture] | None = None
+        self._lane: Lane | None = None
         model.forward = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's model has modules of its own, perhaps on another device, and has run no forward yet.
+        fresh = {"replays": 0, "plain": Counter(), "capture_seconds": 0.0, "_graphs": {}, "_seen": set()}
+        unknown = dict.fromkeys(("_tree", "_weights", "_code", "_new_capture", "_lane"))
+        return {**vars(self), **fresh, **unknown}
 
     @property
     def released(self) -> bool:
@@ -178,22 +185,22 @@ class ForwardGraphs:
     def _drop(self) -> None:
         self._graphs.clear()
         self._seen.clear()
-        self._new_capture = None
+        self._new_capture = self._lane = None
 
-    def _hooked(self) -> bool:
-        if not self._tree.stands():
+    def _tree_now(self) -> Tree:
+        if self._tree is None or not self._tree.stands():
             self._tree = Tree(self._model)
-        return self._tree.hooked()
+        return self._tree
 
-    def _drop_if_weights_changed(self) -> None:
-        weights = self._tree.modules, self._tree.adapters(), self._tree.addresses()
+    def _drop_if_weights_changed(self, tree: Tree) -> None:
+        weights = tree.modules, tree.adapters(), tree.addresses()
         if weights != self._weights:
             self._drop()
             self._weights = weights
 
-    def _drop_if_code_changed(self) -> None:
+    def _drop_if_code_changed(self, tree: Tree) -> None:
         # The chooser replaces `again` when it forgets which kernels it chose.
-        code = self._tree.replaced_code(), choose.again
+        code = tree.replaced_code(), choose.again
         if code != self._code:
             self._drop()
             self._code = code
@@ -208,26 +215,26 @@ class ForwardGraphs:
         reason = self._refusal(arguments)
         if reason is None and whole is not None and whole.compare:
             reason = "shadow arms run beside single calls"
-        # Before the weights are asked for: a hook may move them in every forward, which suits a plain one.
-        if reason is None and self._hooked():
-            reason = "a hook is on a module"
         if reason is not None:
-            self.plain[reason] += 1
-            return self._forward(*args, **kwargs)
-        self._drop_if_weights_changed()
-        self._drop_if_code_changed()
+            return self._run_plain(reason, args, kwargs)
+        tree = self._tree_now()
+        # Before the weights are asked for: a hook may move them in every forward, which suits a plain one.
+        if tree.hooked():
+            return self._run_plain("a hook is on a module", args, kwargs)
+        self._drop_if_weights_changed(tree)
+        self._drop_if_code_changed(tree)
         leaves, spec = _pytree.tree_flatten((args, kwargs))
-        key = _key(leaves, spec, self._model, self._tree)
+        key = _key(leaves, spec, self._model, tree)
         graph = self._graphs.get(key)
         if graph is None and key not in self._seen:
             # What a first run makes, compiled kernels and workspaces, must exist before a capture.
             self._seen.add(key)
-            self.plain["the first forward of its kind"] += 1
-            return self._forward(*args, **kwargs)
+            return self._run_plain("the first forward of its kind", args, kwargs)
         device = arguments["hidden_states"].device
         if graph is None:
             began = perf_counter()
             if self._new_capture is None:
+                self._lane = None if self._lanes is None else self._lanes(device)
                 self._new_capture = self._captures(device)
             with overlapping(self._lane):
                 graph = _Captured(self._forward, leaves, spec, self._new_capture())
@@ -236,6 +243,10 @@ class ForwardGraphs:
         self.replays += 1
         with nullcontext() if whole is None else whole.forward(device, replayed_calls=graph.calls):
             return graph(leaves)
+
+    def _run_plain(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.plain[reason] += 1
+        return self._forward(*args, **kwargs)
 
     def _refusal(self, arguments: dict[str, Any]) -> str | None:
         """None, or why this forward is no matter for a graph."""
@@ -293,11 +304,9 @@ def cuda_graphs(target: Any, *, max_tokens: int | None = None, overlap: bool = F
     if getattr(model, "_parallel_config", None) is not None:
         raise RuntimeError("CUDA graphs of a model that enable_parallelism() sharded are not supported")
     _refuse_hooks(model)
-    lane = None
     if overlap:
         require_overlap(model)
-        lane = CudaLane(next(model.parameters()).device)
-    return ForwardGraphs(model, max_tokens, lane=lane)
+    return ForwardGraphs(model, max_tokens, lanes=CudaLane if overlap else None)
 
 
 def require_overlap(model: Any) -> None:
