@@ -10,7 +10,8 @@ import pytest
 import small_gemm
 
 from videoattn import cli
-from videoattn.ptxsim import LaunchError, command
+from videoattn.kernels.library import Compiler, find_compiler
+from videoattn.ptxsim import LaunchError, Module, command, launch
 from videoattn.ptxsim.ladder import encode
 
 
@@ -145,7 +146,37 @@ def test_the_ladder_from_the_shell(capsys):
     assert cli.main(["sim", "ladder", "--step", "1", "--schedule", "late", "--shape", "1x128x128"]) == 0
     assert "01_baseline" in capsys.readouterr().out
     assert cli.main(["sim", "ladder", "2", "--shape", "1x100x128"]) == 2
-    assert "needs q_len % 128 == 0" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "needs q_len % 128 == 0" in printed.err
+    assert printed.out == ""
+
+
+def test_the_ladder_is_compiled_by_whatever_compiler_the_library_is_built_with(tmp_path, monkeypatch, capsys):
+    nvcc = find_compiler().path
+    aside = tmp_path / "an-nvcc"
+    aside.write_text(f'#!/bin/sh\ntouch {tmp_path}/ran\nexec {nvcc} "$@"\n')
+    aside.chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("VIDEOATTN_NVCC", str(aside))
+    assert cli.main(["sim", "ladder", "1", "--shape", "1x128x128"]) == 0
+    assert "01_baseline" in capsys.readouterr().out
+    assert (tmp_path / "ran").exists()
+    monkeypatch.setenv("VIDEOATTN_NVCC", str(tmp_path / "none"))
+    assert cli.main(["sim", "ladder", "1", "--shape", "1x128x128"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"videoattn: VIDEOATTN_NVCC names {tmp_path / 'none'}, which is no file\n"
+
+
+def test_a_compiler_needs_its_own_flags(tmp_path, monkeypatch):
+    """As an nvcc out of the packages does; what it complains about is one plain line."""
+    monkeypatch.setattr(launch, "find_compiler", lambda: Compiler(find_compiler().path, "13", ("-DFOUND",)))
+    source = tmp_path / "kernel.cu"
+    source.write_text("#ifndef FOUND\n#error not found\n#endif\n__global__ void k(int* p) { *p = 1; }\n")
+    assert len(Module.from_cuda(source).entries) == 1
+    source.write_text("#error no such thing\n")
+    with pytest.raises(LaunchError, match=r"^nvcc failed on .*kernel\.cu: .*kernel\.cu.*no such thing"):
+        Module.from_cuda(source)
 
 
 @pytest.mark.parametrize(("text", "message"), [("hello", "unexpected 'hello'"), (None, "does not exist")])

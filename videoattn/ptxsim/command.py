@@ -74,13 +74,15 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
         _slows_somebody(s, max(one.block for one in chosen))
     failed = 0
     numbers = f"{'max error':>9} {'bound':>8} {'L2':>8} {'instr':>8} {'seconds':>7}"
-    print(f"{'step':28} {'schedule':9} {numbers}  verdict")
+    head = f"{'step':28} {'schedule':9} {numbers}  verdict\n"
     for one in chosen:
         module = compile_step(one)
         for s in schedules:
             outcome = run_step(one, module, heads=heads, q_len=q_len, kv_len=kv_len, schedule=s,
                                trace=trace or timeline is not None)  # fmt: skip
-            print(_row(outcome))
+            # A step that cannot be compiled or run is refused in one line, not below an empty table.
+            print(f"{head}{_row(outcome)}")
+            head = ""
             for finding in outcome.report.findings:
                 print("   ", finding)
             failed += not outcome.passed

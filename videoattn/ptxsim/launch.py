@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 import subprocess
 import tempfile
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from videoattn.kernels.library import BuildError, find_compiler
 
 from .errors import ExecutionError, LaunchError
 from .findings import ERROR, Finding, FirstFinding, Where
@@ -65,14 +66,19 @@ class Module:
 
     @classmethod
     def from_cuda(cls, path: str | Path, arch: str = "sm_100a", flags: tuple[str, ...] = ()) -> Module:
-        """Compile a .cu file with nvcc and parse the PTX; raises LaunchError with the compiler's message."""
-        nvcc = shutil.which("nvcc")
-        if nvcc is None:
-            raise LaunchError("nvcc is not on PATH; install nvidia-cuda-nvcc or load a .ptx file instead")
+        """Compile a .cu file with the nvcc that builds the library, and parse the PTX.
+
+        Raises LaunchError if there is no compiler, or with its message.
+        """
+        try:
+            compiler = find_compiler()
+        except BuildError as error:
+            raise LaunchError(str(error)) from None
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "kernel.ptx"
             command = [
-                nvcc,
+                str(compiler.path),
+                *compiler.flags,
                 f"-arch={arch}",
                 "-ptx",
                 "-std=c++17",
@@ -85,7 +91,8 @@ class Module:
             ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise LaunchError(f"nvcc failed on {path}: {done.stderr.strip().splitlines()[0:1]}")
+                said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+                raise LaunchError(f"nvcc failed on {path}: {said[0] if said else done.returncode}")
             return cls.from_ptx(out.read_text())
 
     def entry(self, name: str) -> Kernel:
