@@ -1,10 +1,14 @@
 """Recipes against the same pipelines called by hand."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, LTX2LatentUpsamplePipeline
+from huggingface_hub import constants
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from tests.render.fixtures import SIZE
 from videoattn.render import models, recipes
@@ -201,6 +205,30 @@ def test_the_distilled_recipe_needs_an_upsampler(ltx_folder, ltx2_folder, tmp_pa
     made, *_ = run(bare, recipe="distilled", upsampler=str(ltx2_folder / "latent_upsampler"), **TWO_STAGE)
     usual, *_ = run(ltx2_folder, recipe="distilled", **TWO_STAGE)
     assert torch.equal(made.frames, usual.frames)
+
+
+@pytest.mark.slow
+def test_a_revision_holds_for_the_upsampler_too(ltx2_folder, tmp_path, monkeypatch):
+    """Two revisions in a hub cache, which differ in nothing but the upsampler."""
+    hub = tmp_path / "models--someone--ltx"
+    (hub / "refs").mkdir(parents=True)
+    weights = "latent_upsampler/diffusion_pytorch_model.safetensors"
+    for name, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (hub / "refs" / name).write_text(commit)
+        shutil.copytree(ltx2_folder, hub / "snapshots" / commit)
+    ours = load_file(ltx2_folder / weights)
+    theirs = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
+    save_file(theirs, hub / "snapshots" / ("a" * 40) / weights, metadata={"format": "pt"})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+    def upsampler(**values):
+        prepared = checked("someone/ltx", recipe="distilled", **TWO_STAGE, **values)
+        loaded = models.load(prepared.source, prepared.info, prepared.job, CPU, local_files_only=True)
+        return loaded.upsampler.state_dict()
+
+    for values, expected in (({}, theirs), ({"revision": "v2"}, ours)):
+        found = upsampler(**values)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def poison(module, at_call=1, value=float("nan")):

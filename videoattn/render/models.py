@@ -170,6 +170,8 @@ def _upsampler(source: Source, job: RenderJob, local_files_only: bool) -> Any:
     place: str | Path = job.upsampler or source.hub_id or source.folder
     own = Path(place).expanduser()
     options: dict[str, Any] = {"torch_dtype": DTYPES[job.dtype], "local_files_only": local_files_only}
+    if job.upsampler is None and source.hub_id is not None:
+        options["revision"] = source.revision
     if (own / "config.json").is_file():
         return LTX2LatentUpsamplerModel.from_pretrained(own, use_safetensors=True, **options)
     try:
