@@ -85,10 +85,12 @@ def render(
     arms = tuple(arm.strip() for arm in compare.split(",") if arm.strip())
     _check_arms(arms)
 
-    from videoattn.render.checks import check, check_places
+    from videoattn.render.checks import check, check_device, check_places
     from videoattn.render.files import StagedFiles, unused_name
     from videoattn.render.settings import work
 
+    if device is not None:
+        check_device(device)
     with _names_the_clip(from_, job, settings):
         prepared = check(job, local_files_only=local_files_only, warn=_ignore if silent else _warn)
     degrees = None if context_parallel is None else parse_degrees(context_parallel, prepared.info)
@@ -110,6 +112,10 @@ def render(
 
     if degrees is not None:
         device = pick_kind(device, degrees)
+    elif device is not None:
+        from videoattn.render.devices import pick_device
+
+        pick_device(device)
     if arms or job.attention != "auto":
         from videoattn.render.devices import pick_device, require_kernels
 

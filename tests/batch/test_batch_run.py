@@ -148,6 +148,9 @@ def test_bad_files_and_options_end_with_2_and_touch_nothing(tmp_path, job_file):
         [path, "--retries", 99],
         [path, "--compare", "flash9"],
         [path, "--device", "cuda:77"],
+        [path, "--device", "mps"],
+        [path, "--device", "cpu,meta"],
+        [path, "--device", "cpu:5", "--dry-run"],
     ):
         assert "Traceback" not in run(*arguments, "-o", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()

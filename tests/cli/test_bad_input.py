@@ -67,6 +67,10 @@ USAGE = {
     "prompt in another encoding": (["--negative-prompt", "a \udcff"], "a prompt is UTF-8 text"),
     "empty model": (["--model", ""], "unknown model ''"),
     "overlong name": (["-o", "n" * 300 + ".mp4"], "file name too long"),
+    "device of another kind": (["--device", "mps"], "unknown device 'mps': give cpu, cuda or cuda:N"),
+    "device without memory": (["--device", "meta"], "unknown device 'meta'"),
+    "numbered cpu": (["--device", "cpu:5"], "unknown device 'cpu:5'"),
+    "no such GPU": (["--device", "cuda:999"], "no device cuda:999: this machine has"),
     "no such clip": (["--from", "none.mp4"], "no such clip: none.mp4"),
 }
 

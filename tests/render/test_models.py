@@ -258,7 +258,24 @@ def test_devices():
     assert devices.pick_device("cpu") == CPU
     with pytest.raises(UsageError, match="unknown device 'gpu9'"):
         devices.pick_device("gpu9")
-    with pytest.raises(UsageError, match="no device cuda:99"):
-        devices.pick_device("cuda:99")
+    # 300 is an index of 44 to torch, 999 one of -25.
+    for name in ("cuda:99", "cuda:300", "cuda:999"):
+        with pytest.raises(UsageError, match=f"^no device {name}: this machine has"):
+            devices.pick_device(name)
+    for name in (
+        "mps",
+        "xpu",
+        "hpu",
+        "meta",
+        "vulkan",
+        "privateuseone",
+        "cpu:5",
+        "cuda:",
+        "cuda:01",
+        "",
+        "CUDA",
+    ):
+        with pytest.raises(UsageError, match=f"^unknown device '{name}': give cpu, cuda or cuda:N$"):
+            devices.pick_device(name)
     assert devices.pick_dtype("auto", CPU) == "fp32"
     assert devices.pick_dtype("fp16", CPU) == "fp16"

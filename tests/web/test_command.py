@@ -40,6 +40,15 @@ def test_a_bad_password_file_is_named(tmp_path, content):
     assert len(answer.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("device", ["mps", "cpu:5", "cpu,meta"])
+def test_a_device_that_nothing_renders_on_is_refused(tmp_path, device):
+    answer = app("--device", device, "--output", str(tmp_path / "clips"))
+    assert answer.returncode == 2
+    assert "unknown device" in answer.stderr
+    assert "give cpu, cuda or cuda:N" in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
 def test_users_are_added_with_hashes(tmp_path):
     users = tmp_path / "users"
     for name, password in (("ada", "first password"), ("bob", "another one"), ("ada", "second password")):

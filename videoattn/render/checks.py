@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from videoattn.render.sources import HUB_ID, ModelInfo, Source, describe, find
 
 CLIP_SUFFIXES = (".mp4", ".m4v", ".mov")
 PREVIEW_SUFFIXES = (".gif", ".webp")
+_DEVICE = re.compile(r"cpu|cuda(:(0|[1-9]\d{0,8}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,12 @@ def check_places(output: Path, **others: Path | None) -> None:
     places = [place.resolve() for place in (output, *others.values()) if place is not None]
     if len(set(places)) < len(places):
         raise UsageError("two outputs have the same name: clip, poster, preview and log need one each")
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError for what is no name of a device here; whether there is such a GPU only torch knows."""
+    if not _DEVICE.fullmatch(name):
+        raise UsageError(f"unknown device '{name}': give cpu, cuda or cuda:N")
 
 
 def expected_bytes(width: int, height: int, num_frames: int) -> int:

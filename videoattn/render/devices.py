@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from videoattn.dispatch import KINDS, AttentionCall, KernelUnavailable, choose, device_capability
-from videoattn.render.checks import Prepared
+from videoattn.render.checks import Prepared, check_device
 from videoattn.render.errors import RenderError, UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
@@ -19,13 +19,12 @@ def pick_device(name: str | None = None) -> torch.device:
     """The device asked for, or the first CUDA device, or the CPU; UsageError if it does not exist."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"unknown device '{name}': give cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    # torch knows devices that nothing here can render on, such as mps, and wraps indices beyond 127.
+    check_device(name)
+    index = int(name.partition(":")[2] or 0)
+    if name != "cpu" and index >= torch.cuda.device_count():
         raise UsageError(f"no device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device(name)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
