@@ -301,7 +301,20 @@ def _job(prompt: str | None, settings: RenderJob, source: Path | None) -> Render
         # Sizes and guidance of one model mean little to another; what determines the content stays.
         keep = ("prompt", "negative_prompt", "width", "height", "num_frames", "frame_rate", "seed", "image")
         earlier = {name: earlier[name] for name in keep}
+    for name in _undone(given, earlier):
+        earlier.pop(name, None)
     return RenderJob.parse({name: value for name, value in earlier.items() if value is not None} | given)
+
+
+def _undone(given: dict[str, Any], earlier: dict[str, Any]) -> tuple[str, ...]:
+    """What a clip says of settings that those given now decide: its values are explicit, even defaults."""
+    from videoattn.render.settings import KNOBS
+
+    guidance = (*KNOBS, "spatio_temporal_guidance_blocks")
+    if given.get("recipe", earlier.get("recipe")) != earlier.get("recipe"):
+        return ("num_inference_steps", "upsampler", *guidance)
+    scale = given.get("guidance_scale")
+    return guidance if scale is not None and scale <= 1 else ()
 
 
 def _warn_of_another_image(clip: Path, sha256: str | None) -> None:

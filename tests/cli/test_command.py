@@ -16,7 +16,9 @@ import pytest
 from PIL import Image
 
 from tests.cli.command import TINY, complaint, environment, run, run_forked, start
+from videoattn import cli
 from videoattn.render import metadata
+from videoattn.render.checks import check
 from videoattn.render.clip import Clip, write_mp4
 from videoattn.render.job import RenderJob
 
@@ -236,6 +238,58 @@ def test_another_image_than_the_clips_own_is_announced(ltx_folder, tmp_path):
     }
     assert "is not the one that other.mp4 was rendered from" in said["other"]
     assert "is not the one" not in said["same"]
+
+
+MADE = {"width": 128, "height": 128, "num_frames": 9, "prompt": "a red ball", "seed": 4}
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "fresh"),
+    [
+        ({}, {"guidance_scale": 1}, {"guidance_scale": 1}),
+        ({"stg_scale": 2}, {"guidance_scale": 0.5}, {"guidance_scale": 0.5}),
+        (
+            {"spatio_temporal_guidance_blocks": [0]},
+            {"guidance_scale": 1, "audio_stg_scale": 2},
+            {"guidance_scale": 1, "audio_stg_scale": 2},
+        ),
+        ({"num_inference_steps": 2}, {"recipe": "distilled"}, {"recipe": "distilled"}),
+        ({"recipe": "distilled"}, {"recipe": "one-stage"}, {}),
+        (
+            {"recipe": "distilled", "upsampler": "someone/upsampler"},
+            {"recipe": "one-stage", "num_inference_steps": 3},
+            {"num_inference_steps": 3},
+        ),
+        # And what decides nothing else leaves the clip's settings alone.
+        (
+            {"num_inference_steps": 2, "stg_scale": 2},
+            {"recipe": "one-stage", "seed": 5},
+            {"num_inference_steps": 2, "stg_scale": 2, "seed": 5},
+        ),
+        ({"recipe": "distilled"}, {"recipe": "distilled"}, {"recipe": "distilled"}),
+        (
+            {"stg_scale": 2, "guidance_scale": 4},
+            {"guidance_scale": 2},
+            {"stg_scale": 2, "guidance_scale": 2},
+        ),
+    ],
+)
+def test_guidance_turned_off_and_another_recipe_mean_what_they_mean_without_a_clip(
+    first, given, fresh, ltx2_folder, tmp_path
+):
+    model = {"model": str(ltx2_folder)}
+    made = check(RenderJob.parse({**MADE, **model, **first})).job
+    frames = Clip(np.zeros((9, 128, 128, 3), np.uint8), Fraction(24))
+    path = tmp_path / "clip.mp4"
+    write_mp4(
+        path,
+        frames,
+        place=path,
+        crf=16,
+        metadata=metadata.tags(metadata.describe(made, device="cpu", receipt=None)),
+    )
+    again = cli._job(None, RenderJob.parse(given), path)
+    assert check(again).job == check(RenderJob.parse({**MADE, **model, **fresh})).job
 
 
 def loaded(importtime: str) -> set[str]:
