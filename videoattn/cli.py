@@ -412,7 +412,8 @@ def guarded(command: App, tokens: list[str], name: str) -> int:
         return TERMINATED
     except OSError as error:
         if error.filename is not None:
-            raise
+            _complain(name, f"cannot open {error.filename}: {error.strerror or error}")
+            return FAILURE
         # What the interpreter flushes at its end must go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):

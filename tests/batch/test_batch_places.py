@@ -1,5 +1,7 @@
 """Job files and places that the real command can't use: one line each, and status 2."""
 
+import json
+
 import pytest
 
 from tests.cli.command import complaint, run
@@ -31,6 +33,44 @@ def test_a_misspelt_column_hides_no_other_mistake(tmp_path):
     said = result.stderr.splitlines()
     assert len(said) == len(wanted)
     assert all(line.startswith(f"videoattn: {each}") for line, each in zip(said, wanted, strict=True))
+
+
+def test_a_path_that_cannot_be_looked_at_hides_no_other_mistake(tmp_path):
+    long = "n" * 300
+    (tmp_path / "folder").mkdir()
+    rows = [
+        {"prompt": "a red ball", "model": long},
+        {"prompt": "a red ball", "image": long},
+        {"prompt": "a red ball", "image": "folder"},
+        {"prompt": "a red ball", "image": "~nobody-here/first.png"},
+        {"prompt": "a red ball", "lora": long},
+        {"prompt": "a red ball", "components": long, "model": "fake.safetensors"},
+        {"prompt": "a red ball", "upsampler": long, "recipe": "distilled"},
+        {"prompt": "a red ball", "seed": -1},
+    ]
+    (tmp_path / "fake.safetensors").write_bytes(b"x")
+    (tmp_path / "jobs.json").write_text(json.dumps(rows))
+    result = run("batch", "jobs.json", cwd=tmp_path)
+    assert result.returncode == 2
+    said = result.stderr.splitlines()
+    assert said[-1] == f"videoattn: {len(rows)} problems in jobs.json: nothing was rendered"
+    assert len(said) == len(rows) + 1, said
+    for row, (column, message) in enumerate(
+        [
+            ("model", "file name too long"),
+            ("image", "file name too long"),
+            ("image", "it is a folder"),
+            ("image", "no such image"),
+            ("lora", "file name too long"),
+            ("components", "file name too long"),
+            ("recipe", "the distilled recipe is for LTX-2.x"),
+            ("seed", "input should be"),
+        ],
+        start=1,
+    ):
+        (line,) = [each for each in said if f": row {row}, " in each]
+        assert f"row {row}, column {column}: " in line
+        assert message in line
 
 
 @pytest.fixture

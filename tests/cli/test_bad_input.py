@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 from safetensors.torch import load_file, save_file
 
 from tests.cli.command import TINY, complaint, environment, run, run_forked
+from videoattn import cli
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +27,10 @@ def place(tmp_path):
     (tmp_path / "folder.mp4").mkdir()
     (tmp_path / "fake.mp4").write_text("no video")
     (tmp_path / "model.ckpt").write_bytes(b"x")
+    (tmp_path / "fake.safetensors").write_bytes(b"x")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "odd" / "model_index.json").mkdir(parents=True)
+    (tmp_path / "loop.mp4").symlink_to("loop.mp4")
     return tmp_path
 
 
@@ -71,6 +77,30 @@ USAGE = {
     "device without memory": (["--device", "meta"], "unknown device 'meta'"),
     "numbered cpu": (["--device", "cpu:5"], "unknown device 'cpu:5'"),
     "no such GPU": (["--device", "cuda:999"], "no device cuda:999: this machine has"),
+    "clip is a folder": (["--from", "folder.mp4"], "cannot read folder.mp4: it is a folder"),
+    "overlong clip": (["--from", "n" * 300 + ".mp4"], ".mp4: file name too long"),
+    "clip below a file": (["--from", "text.txt/a.mp4"], "no such clip: text.txt/a.mp4"),
+    "clip in a loop of links": (["--from", "loop.mp4"], "cannot read loop.mp4: too many levels of symbolic"),
+    "output in a loop of links": (["-o", "loop.mp4/a.mp4"], "cannot write loop.mp4/a.mp4: "),
+    "image is a folder": (["--image", "folder.mp4"], "cannot read folder.mp4: it is a folder"),
+    "image is a device": (["--image", "/dev/null"], "cannot read /dev/null: it is neither a file nor"),
+    "overlong image": (["--image", "n" * 300], f"cannot read {'n' * 300}: file name too long"),
+    "image below a file": (["--image", "text.txt/a.png"], "no such image: text.txt/a.png"),
+    "image of nobody": (["--image", "~nobody-here/a.png"], "no such image: ~nobody-here/a.png"),
+    "overlong model": (["--model", "n" * 300], f"cannot read {'n' * 300}: file name too long"),
+    "overlong checkpoint": (["--model", "n" * 300 + ".safetensors"], ".safetensors: file name too long"),
+    "model below a file": (["--model", "text.txt/model"], "unknown model 'text.txt/model'"),
+    "checkpoint below a file": (["--model", "text.txt/m.safetensors"], "no such file: text.txt/m.safe"),
+    "checkpoint is a folder": (["--model", "folder.safetensors"], "folder.safetensors is no diffusers pipe"),
+    "model of nobody": (["--model", "~nobody-here/m"], "unknown model '~nobody-here/m'"),
+    "overlong lora": (["--lora", "n" * 300], f"--lora: cannot read {'n' * 300}: file name too long"),
+    "lora below a file": (["--lora", "text.txt/l.safetensors"], "--lora text.txt/l.safetensors: no such"),
+    "lora of nobody": (["--lora", "~nobody-here/a"], "--lora ~nobody-here/a: no such file or folder"),
+    "overlong components": (
+        ["--model", "fake.safetensors", "--components", "n" * 300],
+        f"cannot read {'n' * 300}: file name too long",
+    ),
+    "config is a folder": (["--model", "odd"], "cannot read odd/model_index.json: it is a folder"),
     "no such clip": (["--from", "none.mp4"], "no such clip: none.mp4"),
 }
 
@@ -115,11 +145,35 @@ def test_from_a_file_that_is_no_clip(place):
     assert result.returncode == 1
 
 
-@pytest.mark.parametrize(("clip", "code"), [("none.mp4", 2), ("fake.mp4", 1)])
+@pytest.mark.parametrize(
+    ("clip", "code"),
+    [
+        ("none.mp4", 2),
+        ("fake.mp4", 1),
+        ("folder.mp4", 2),
+        ("n" * 300, 2),
+        ("text.txt/a.mp4", 2),
+        ("loop.mp4", 2),
+    ],
+)
 def test_show(clip, code, place):
     result = run("show", clip, cwd=place)
     assert clip in complaint(result)
     assert result.returncode == code
+
+
+def test_whatever_else_cannot_be_opened_is_one_line(capsys):
+    """No place is known where it happens; a path that is looked at later, or elsewhere, may be one."""
+    command = App()
+
+    @command.default
+    def opens(path: Path, /) -> None:
+        path.read_text()
+
+    assert cli.guarded(command, ["n" * 300], "videoattn") == 1
+    assert capsys.readouterr().err == f"videoattn: cannot open {'n' * 300}: File name too long\n"
+    assert cli.guarded(command, ["."], "videoattn") == 1
+    assert capsys.readouterr().err == "videoattn: cannot open .: Is a directory\n"
 
 
 def test_kernel_not_available(place, ltx_folder):

@@ -124,7 +124,16 @@ def test_what_cannot_be_read_or_written(tmp_path):
     ):
         with pytest.raises(LaunchError, match=message):
             command.run(*arguments)
-    for place, message in (("no/t.json", "no such folder"), (".", "it is a folder")):
+    long = "n" * 300
+    for arguments in ((tmp_path / long, launch), (ptx, tmp_path / long)):
+        with pytest.raises(LaunchError, match=r"^cannot read .*n: File name too long$"):
+            command.run(*arguments)
+    for place, message in (
+        ("no/t.json", "no such folder"),
+        (".", "it is a folder"),
+        (long, "File name too long"),
+        (f"{long}/t.json", "File name too long"),
+    ):
         for run in (command.run, lambda *_, **options: command.ladder("1", **options)):
             with pytest.raises(LaunchError, match=f"cannot write .*: {message}"):
                 run(ptx, launch, timeline=tmp_path / place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -44,7 +45,7 @@ class NodeWorker:
             "gpus": context.get_accelerator_ids().get("GPU", []),
             "version": __version__,
             "visible": visible,
-            "missing": [path for path in inputs if not Path(path).exists()],
+            "missing": [path for path in inputs if not os.path.exists(path)],
         }
 
     def start(self, program: Program, log_file: str | None, folder: str) -> int:

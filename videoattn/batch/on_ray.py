@@ -31,6 +31,7 @@ from videoattn.jobs import Store, outputs
 from videoattn.jobs.process import ProcessLost, Program, wait_for_ready
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+from videoattn.render.places import expanded
 from videoattn.version import __version__
 
 # Seconds without any answer after which an actor counts as lost; Ray itself finds dead nodes sooner.
@@ -350,8 +351,8 @@ def _local_inputs(store: Store, todo: Sequence[int]) -> list[str]:
         loras = [lora.source for lora in settings.loras]
         for name in (settings.model, settings.components, settings.upsampler, settings.image, *loras):
             if name and name != "demo":
-                path = Path(name).expanduser().absolute()
-                if path.exists():
+                path = expanded(name).absolute()
+                if os.path.exists(path):
                     found[str(path)] = None
     return list(found)
 

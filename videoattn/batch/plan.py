@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from videoattn.jobs.rendering import content_hash
 from videoattn.render.checks import Prepared, check
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+from videoattn.render.places import expanded
 
 _OPTION = re.compile(r"--([a-z][a-z-]+)")
 _NAME = re.compile(r"[a-z_]+")
@@ -176,10 +178,10 @@ def _resolve_paths(settings: dict[str, Any], folder: Path) -> None:
     """Relative paths are relative to the job file; what names no file there is left as it is."""
     image = settings.get("image")
     if isinstance(image, str) and image:
-        settings["image"] = str(folder / Path(image).expanduser())
+        settings["image"] = str(folder / expanded(image))
     for column in ("model", "components", "upsampler"):
         value = settings.get(column)
-        if isinstance(value, str) and value not in ("", "demo") and (folder / value).exists():
+        if isinstance(value, str) and value not in ("", "demo") and os.path.exists(folder / value):
             settings[column] = str(folder / value)
 
 

@@ -147,7 +147,11 @@ def run(
 
 
 def _existing(path: Path) -> Path:
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise LaunchError(f"cannot read {path}: {error.strerror}") from None
+    if not there:
         raise LaunchError(f"{path} does not exist")
     if not path.is_file():
         raise LaunchError(f"{path} is no file")
@@ -167,10 +171,13 @@ def _require_place(path: Path | None) -> None:
     """Before a run of minutes, whose result would be lost."""
     if path is None:
         return
-    if path.is_dir() or not path.parent.is_dir():
-        raise LaunchError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise LaunchError(f"cannot write {path}: permission denied")
+    with _written(path):
+        if path.is_dir() or not path.parent.is_dir():
+            raise LaunchError(
+                f"cannot write {path}: {'it is a folder' if path.is_dir() else 'no such folder'}"
+            )
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise LaunchError(f"cannot write {path}: permission denied")
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 
 from videoattn.render.errors import UsageError
 from videoattn.render.job import RenderJob
+from videoattn.render.places import expanded, kind_of, require_file, unreadable
 from videoattn.render.settings import resolve
 from videoattn.render.sources import HUB_ID, ModelInfo, Source, describe, find
 
@@ -64,7 +67,7 @@ def check_places(output: Path, **others: Path | None) -> None:
         raise UsageError(f"cannot write {preview}: a preview's name ends in {' or '.join(PREVIEW_SUFFIXES)}")
     if poster is not None and poster.suffix.lower() != ".png":
         raise UsageError(f"cannot write {poster}: a poster's name ends in .png")
-    places = [place.resolve() for place in (output, *others.values()) if place is not None]
+    places = [os.path.realpath(place) for place in (output, *others.values()) if place is not None]
     if len(set(places)) < len(places):
         raise UsageError("two outputs have the same name: clip, poster, preview and log need one each")
 
@@ -81,24 +84,30 @@ def expected_bytes(width: int, height: int, num_frames: int) -> int:
 
 
 def open_image(place: str) -> tuple[Image.Image, str]:
-    """An RGB image and the SHA-256 of its file; UsageError if Pillow can't read it."""
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise UsageError(f"no such image: {path}")
+    """An RGB image and the SHA-256 of its file; UsageError if it can't be read."""
+    path = expanded(place)
+    require_file(path, f"no such image: {path}")
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        with Image.open(path) as image:
+        content = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    try:
+        with Image.open(io.BytesIO(content)) as image:
             image.load()
-            return image.convert("RGB"), digest
+            return image.convert("RGB"), hashlib.sha256(content).hexdigest()
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         raise UsageError(f"{path} is no image that Pillow can read: give a PNG, JPEG or WebP file") from None
 
 
 def _require_place(option: str, text: str, suffixes: tuple[str, ...]) -> None:
-    path = Path(text).expanduser()
-    if path.is_file() and suffixes and path.suffix not in suffixes:
+    path = expanded(text)
+    try:
+        found = kind_of(path)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+    if found == "file" and suffixes and path.suffix not in suffixes:
         raise UsageError(f"{option} {text}: weights must be safetensors")
-    if not path.exists() and (path.suffix in {*suffixes, ".bin", ".pt"} or not HUB_ID.match(text)):
+    if found is None and (path.suffix in {*suffixes, ".bin", ".pt"} or not HUB_ID.match(text)):
         raise UsageError(f"{option} {text}: no such file or folder")
 
 

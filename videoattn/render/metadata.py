@@ -11,6 +11,7 @@ from typing import Any
 
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob, parse_lora
+from videoattn.render.places import expanded, require_file
 from videoattn.version import __version__
 
 PACKAGES = ("torch", "diffusers", "transformers", "av")
@@ -49,8 +50,8 @@ def rooted(job: Mapping[str, Any]) -> dict[str, Any]:
     def whole(text: Any) -> Any:
         if not text or text == DEMO:
             return text
-        path = Path(text).expanduser()
-        return os.path.abspath(path) if path.exists() else text
+        path = expanded(text)
+        return os.path.abspath(path) if os.path.exists(path) else text
 
     loras = [(entry, parse_lora(entry).source) for entry in job["lora"]]
     return {
@@ -71,13 +72,13 @@ def tags(description: dict[str, Any]) -> dict[str, str]:
 def read(path: Path) -> dict[str, Any]:
     """The description inside a clip.
 
-    Raises UsageError if there is no such file, RenderError if it is no video or was not made here.
+    Raises UsageError if there is no such file or it can't be looked at, RenderError if it is no video or was
+    not made here.
     """
     import av
     import av.error
 
-    if not path.is_file():
-        raise UsageError(f"no such clip: {path}")
+    require_file(path, f"no such clip: {path}")
     try:
         with av.open(str(path)) as container:
             comment = container.metadata.get("comment", "")
@@ -96,9 +97,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def read_job(path: Path) -> RenderJob:
     """The job that a clip was rendered from, as `read` finds it."""
+    settings = read(path)["job"]
     try:
-        return RenderJob.parse(read(path)["job"])
+        return RenderJob.parse(settings)
     except UsageError as error:
-        if path.is_file():
-            raise RenderError(f"the settings in {path} do not fit this version: {error}") from None
-        raise
+        raise RenderError(f"the settings in {path} do not fit this version: {error}") from None

@@ -27,6 +27,7 @@ from videoattn.processors.parallel.degrees import Degrees
 from videoattn.render.devices import DTYPES
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+from videoattn.render.places import expanded
 from videoattn.render.sources import PIPELINE_PIXELS, ModelInfo, Source, first_line, hub_errors
 from videoattn.render.weights import require_complete, require_intact, tensor_names
 
@@ -168,7 +169,7 @@ def _checkpoint_parts(
 
 def _upsampler(source: Source, job: RenderJob, local_files_only: bool) -> Any:
     place: str | Path = job.upsampler or source.hub_id or source.folder
-    own = Path(place).expanduser()
+    own = expanded(place)
     options: dict[str, Any] = {"torch_dtype": DTYPES[job.dtype], "local_files_only": local_files_only}
     if job.upsampler is None and source.hub_id is not None:
         options["revision"] = source.revision
@@ -188,7 +189,7 @@ def _upsampler(source: Source, job: RenderJob, local_files_only: bool) -> Any:
 def _add_loras(pipe: Any, job: RenderJob, local_files_only: bool) -> None:
     names, scales = [], []
     for index, lora in enumerate(job.loras):
-        path = Path(lora.source).expanduser()
+        path = expanded(lora.source)
         options: dict[str, Any] = {"local_files_only": local_files_only, "use_safetensors": True}
         where: str | Path = lora.source
         if path.is_file():

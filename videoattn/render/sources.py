@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+from videoattn.render.places import expanded, kind_of, require_file, unreadable
 from videoattn.render.sizes import Grid
 
 Family = Literal["ltx", "ltx2"]
@@ -73,8 +74,8 @@ def find(job: RenderJob, *, local_files_only: bool = False) -> Source:
             return Source("demo", demo.weights_path())
         except FileNotFoundError as error:
             raise RenderError(first_line(error)) from None
-    path = Path(text).expanduser()
-    if text and path.is_dir():
+    path = expanded(text)
+    if text and kind_of(path) == "folder":
         return Source(text, path)
     if path.suffix in {".ckpt", ".pt", ".pth", ".bin"}:
         raise UsageError(f"cannot load {text}: weights must be safetensors, pickled files can run code")
@@ -89,11 +90,10 @@ def find(job: RenderJob, *, local_files_only: bool = False) -> Source:
 
 
 def _single_file(job: RenderJob, path: Path, local_files_only: bool) -> Source:
-    if not path.is_file():
-        raise UsageError(f"no such file: {path}")
+    require_file(path, f"no such file: {path}")
     components = job.components or _usual_components(path)
-    rest = Path(components).expanduser()
-    if rest.is_dir():
+    rest = expanded(components)
+    if kind_of(rest) == "folder":
         return Source(job.model, rest, checkpoint=path)
     if not HUB_ID.match(components):
         raise UsageError(f"--components {components}: no such folder, and no hub id")
@@ -217,12 +217,13 @@ def compression(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _json(path: Path, missing: str) -> dict[str, Any]:
-    if not path.is_file():
-        raise UsageError(missing)
+    require_file(path, missing)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RenderError(f"cannot load {path}: it is no JSON ({first_line(error)})") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,6 +12,7 @@ from typing import Any
 from videoattn.render import sources
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
+from videoattn.render.places import expanded
 from videoattn.render.settings import GUIDED, KNOBS, SIZES
 from videoattn.render.sizes import Grid
 from videoattn.render.sources import HUB_ID, ModelInfo
@@ -80,9 +82,9 @@ class Models:
         for what, place in places:
             if place in ("", "demo") or self._inside(place):
                 continue
-            path = Path(place).expanduser()
+            path = expanded(place)
             # A hub id that is also a path from the current folder would be taken for the path.
-            if HUB_ID.match(place) and not path.exists():
+            if HUB_ID.match(place) and not os.path.exists(path):
                 continue
             raise UsageError(
                 f"{what} {place}: choose demo, a hub id such as Lightricks/LTX-2, or a folder below one that "
@@ -90,7 +92,9 @@ class Models:
             )
 
     def _inside(self, place: str) -> bool:
-        path = Path(place).expanduser().resolve()
+        if "\0" in place:
+            return False
+        path = Path(os.path.realpath(expanded(place)))
         return any(path == root or path.is_relative_to(root) for root in self._roots)
 
     def info(self, model: str) -> ModelInfo:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from videoattn.jobs.errors import BadFolder, StoreError
 from videoattn.render.errors import RenderError, UsageError
+from videoattn.render.places import kind_of
 from videoattn.web.limits import MAX_UPLOAD
 
 
@@ -85,7 +86,7 @@ def ui(
         except ValueError as error:
             raise UsageError(f"--auth {auth}: {error}; make it with --add-user NAME --auth {auth}") from None
     for folder in models:
-        if not folder.is_dir():
+        if kind_of(folder) != "folder":
             raise UsageError(f"--models {folder}: no such folder")
 
     from videoattn.web.choices import Models
