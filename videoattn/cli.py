@@ -240,7 +240,7 @@ def sim_ladder(
     trace
         Print every warp's and engine's events.
     timeline
-        Write a trace for Perfetto or chrome://tracing.
+        Write a trace for Perfetto or chrome://tracing; of several runs one each, as FILE.STEP.SCHEDULE.json.
     """
     with _simulator() as command:
         return command.ladder(step, schedule=schedule, shape=shape, trace=trace, timeline=timeline)

@@ -160,6 +160,39 @@ def test_the_ladder_from_the_shell(capsys):
     assert printed.out == ""
 
 
+def test_each_run_of_the_ladder_has_a_timeline_of_its_own(tmp_path, capsys):
+    def timelines(schedule: str) -> set[str]:
+        folder = tmp_path / schedule
+        folder.mkdir()
+        arguments = [
+            "1",
+            "--shape",
+            "1x128x128",
+            "--schedule",
+            schedule,
+            "--timeline",
+            str(folder / "a.b.json"),
+        ]
+        assert cli.main(["sim", "ladder", *arguments]) == 0
+        said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "timeline: " in line]
+        for place in said:
+            assert json.loads(Path(place).read_text())["traceEvents"]
+        assert sorted(said) == sorted(str(place) for place in folder.iterdir())
+        return {place.name for place in folder.iterdir()}
+
+    assert timelines("late") == {"a.b.json"}
+    assert timelines("early,late,slow:0-1") == {
+        "a.b.01_baseline.early.json",
+        "a.b.01_baseline.late.json",
+        "a.b.01_baseline.slow-0-1.json",
+    }
+    # The same one twice is one run.
+    assert timelines("random,random:0") == {"a.b.json"}
+    (tmp_path / "t.01_baseline.late.json").mkdir()
+    with pytest.raises(LaunchError, match=r"cannot write .*t\.01_baseline\.late\.json: it is a folder"):
+        command.ladder("1", schedule="early,late", timeline=tmp_path / "t.json")
+
+
 def test_the_ladder_is_compiled_by_whatever_compiler_the_library_is_built_with(tmp_path, monkeypatch, capsys):
     nvcc = find_compiler().path
     aside = tmp_path / "an-nvcc"

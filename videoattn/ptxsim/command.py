@@ -58,7 +58,8 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
     """Run kernels of the ladder on the simulator and compare them with fp32 attention.
 
     step: number or name, all by default. schedule: comma-separated early, late, random[:SEED],
-    slow:WARP[-WARP]. shape: HEADSxQ_LENxKV_LEN. trace: print the events. timeline: write a Chrome trace.
+    slow:WARP[-WARP]. shape: HEADSxQ_LENxKV_LEN. trace: print the events. timeline: write a Chrome trace, of
+    several runs one each, with step and schedule in its name.
     Returns the exit status: 1 when a step has findings or is wrong. Raises LaunchError with one line when a
     step cannot run.
     """
@@ -66,10 +67,14 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
         heads, q_len, kv_len = (int(x) for x in shape.split("x"))
     except ValueError:
         raise LaunchError(f"shape {shape!r} is not HEADSxQ_LENxKV_LEN, such as 1x256x1024") from None
-    schedules = [_schedule(s) for s in schedule.split(",")]
-    _require_place(timeline)
+    schedules = list({str(s): s for s in map(_schedule, schedule.split(","))}.values())
     steps = load_steps(folder)
     chosen = [find_step(steps, step)] if step else steps
+    places = {(one.name, s): timeline for one in chosen for s in schedules}
+    if timeline is not None and len(places) > 1:
+        places = {(name, s): _own_name(timeline, name, s) for name, s in places}
+    for place in places.values():
+        _require_place(place)
     for s in schedules:
         _slows_somebody(s, max(one.block for one in chosen))
     failed = 0
@@ -86,8 +91,12 @@ def ladder(step: str | None = None, schedule: str = "early", shape: str = "1x256
             for finding in outcome.report.findings:
                 print("   ", finding)
             failed += not outcome.passed
-            _finish(outcome.report, trace, timeline)
+            _finish(outcome.report, trace, places[one.name, s])
     return int(failed > 0)
+
+
+def _own_name(timeline: Path, step: str, schedule: Schedule) -> Path:
+    return timeline.with_name(f"{timeline.stem}.{step}.{schedule}".replace(":", "-") + timeline.suffix)
 
 
 def _row(o: Outcome) -> str:
