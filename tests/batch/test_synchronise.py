@@ -20,11 +20,15 @@ def jobs(tmp_path, ltx_folder):
     return make
 
 
-def finish_next(store):
+def finish_next(store, *, timing=False):
     job, token = store.claim("cpu")
     work = store.work_folder(token)
     (work / "clip.mp4").write_bytes(b"clip")
-    outputs.write_manifest(work, Result({"clip": "clip.mp4"}))
+    files = {"clip": "clip.mp4"}
+    if timing:
+        (work / "timing.jsonl").write_bytes(b"log")
+        files["timing"] = "timing.jsonl"
+    outputs.write_manifest(work, Result(files))
     store.finish(token)
     return job.id
 
@@ -73,6 +77,42 @@ def test_no_resume_renders_all_again(tmp_path, jobs):
         finish_next(store)
         assert len(synchronise(store, planned, Options(), print)[1]) == 1
         assert len(synchronise(store, planned, Options(resume=False), print)[1]) == 2
+
+
+def test_clips_that_lack_a_measurement_are_counted_and_rendered_again_on_demand(tmp_path, jobs):
+    planned = jobs(*({"prompt": name, "name": name} for name in "abcd"))
+
+    def said(**options):
+        lines = []
+        _, todo = synchronise(store, planned, Options(**options), lines.append)
+        return len(todo), lines
+
+    with Store(tmp_path / "out") as store:
+        said(timing=True, compare=("sdpa",))
+        finish_next(store, timing=True)
+        said()
+        finish_next(store)
+        finish_next(store)
+        again = "--no-resume renders them again"
+        assert said() == (1, [])
+        assert said(timing=True) == (1, [f"2 clips that were done before have no timing log: {again}"])
+        assert said(compare=("sdpa",)) == (
+            1,
+            [f"2 clips that were done before have no comparison with sdpa: {again}"],
+        )
+        assert said(timing=True, compare=("flash4", "sdpa")) == (
+            1,
+            [
+                f"2 clips that were done before have no timing log: {again}",
+                f"3 clips that were done before have no comparison with flash4, sdpa: {again}",
+            ],
+        )
+        assert said(timing=True, compare=("sdpa",), resume=False) == (4, [])
+        finish_next(store)
+        planned = planned[:1]
+        todo, lines = said(timing=True)
+        assert todo == 0
+        assert lines[0] == "1 clip that was done before has no timing log: --no-resume renders it again"
 
 
 def test_jobs_of_another_file_are_set_aside_and_taken_up_by_theirs(tmp_path, jobs):

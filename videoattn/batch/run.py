@@ -155,7 +155,7 @@ def synchronise(
 
     A job is told by its output name. One with the same hash is kept as it is, one with another is replaced,
     its old clip stays until the new one is there. Pending jobs of other job files are set aside as
-    cancelled.
+    cancelled. What `note` receives says so, and which of the kept ones lack a measurement that is asked for.
     """
     ids: list[int] = []
     todo: set[int] = set()
@@ -185,6 +185,7 @@ def synchronise(
     for place, job_id in zip(places, store.add(missing), strict=True):
         ids[place] = job_id
         todo.add(job_id)
+    _say_not_measured(store, [each for each in ids if each >= 0 and each not in todo], options, note)
     store.retry_all(RETRYABLE, again)
     queued = again.keys() & store.open_ids()
     todo |= queued
@@ -277,6 +278,22 @@ def _outcome(
         else:
             left.append(job.id)
     return Outcome(list(ids), done, skipped, failed, left, interrupted, stopped)
+
+
+def _say_not_measured(
+    store: Store, kept: Sequence[int], options: Options, note: Callable[[str], None]
+) -> None:
+    done = [job for job in map(store.get, kept) if job.state is JobState.DONE]
+    unlogged = sum(options.timing and "timing" not in job.files for job in done)
+    arms = set(options.compare)
+    uncompared = sum(not arms <= set(job.payload.get("compare", ())) for job in done)
+    for count, lacking in (
+        (unlogged, "no timing log"),
+        (uncompared, f"no comparison with {', '.join(options.compare)}"),
+    ):
+        if count:
+            clips = "clip that was done before has" if count == 1 else "clips that were done before have"
+            note(f"{count} {clips} {lacking}: --no-resume renders {'it' if count == 1 else 'them'} again")
 
 
 def _say_recovered(store: Store, note: Callable[[str], None]) -> None:
