@@ -295,6 +295,7 @@ def _job(prompt: str | None, settings: RenderJob, source: Path | None) -> Render
     if source is None:
         return RenderJob.parse(given)
     from videoattn.render.metadata import read_job
+    from videoattn.render.sources import unused
 
     earlier = read_job(source).model_dump(exclude_unset=False)
     if "model" in given and given["model"] != earlier["model"]:
@@ -303,7 +304,10 @@ def _job(prompt: str | None, settings: RenderJob, source: Path | None) -> Render
         earlier = {name: earlier[name] for name in keep}
     for name in _undone(given, earlier):
         earlier.pop(name, None)
-    return RenderJob.parse({name: value for name, value in earlier.items() if value is not None} | given)
+    job = RenderJob.parse({name: value for name, value in earlier.items() if value is not None} | given)
+    # Earlier versions wrote them into clips.
+    idle = set(unused(job.model, job.recipe)) - given.keys()
+    return job.model_copy(update=dict.fromkeys(idle))
 
 
 def _undone(given: dict[str, Any], earlier: dict[str, Any]) -> tuple[str, ...]:
@@ -312,7 +316,7 @@ def _undone(given: dict[str, Any], earlier: dict[str, Any]) -> tuple[str, ...]:
 
     guidance = (*KNOBS, "spatio_temporal_guidance_blocks")
     if given.get("recipe", earlier.get("recipe")) != earlier.get("recipe"):
-        return ("num_inference_steps", "upsampler", *guidance)
+        return ("num_inference_steps", *guidance)
     scale = given.get("guidance_scale")
     return guidance if scale is not None and scale <= 1 else ()
 

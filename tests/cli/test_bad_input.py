@@ -101,6 +101,24 @@ USAGE = {
         f"cannot read {'n' * 300}: file name too long",
     ),
     "config is a folder": (["--model", "odd"], "cannot read odd/model_index.json: it is a folder"),
+    "upsampler of no use": (
+        ["--upsampler", "."],
+        "--upsampler belongs to the distilled recipe, and this is one",
+    ),
+    "components of no use": (["--components", "."], "--components belongs to a single-file checkpoint, and"),
+    "components of a hub model": (
+        ["--model", "nobody/nothing", "--components", "."],
+        "--components belongs to a single-file checkpoint, and this model is none: leave it out",
+    ),
+    "components of the demo": (["--model", "demo", "--components", "."], "--components belongs to a single"),
+    "revision of a folder": (
+        ["--revision", "main"],
+        "--revision belongs to a hub model, and this one is none",
+    ),
+    "revision of a file": (
+        ["--model", "fake.safetensors", "--revision", "main"],
+        "--revision belongs to a hub model, and this one is none: leave it out",
+    ),
     "no such clip": (["--from", "none.mp4"], "no such clip: none.mp4"),
 }
 

@@ -260,6 +260,8 @@ MADE = {"width": 128, "height": 128, "num_frames": 9, "prompt": "a red ball", "s
             {"recipe": "one-stage", "num_inference_steps": 3},
             {"num_inference_steps": 3},
         ),
+        # What earlier versions let pass has no use.
+        ({"revision": "main", "components": "/some/folder", "upsampler": "a/b"}, {"seed": 5}, {"seed": 5}),
         # And what decides nothing else leaves the clip's settings alone.
         (
             {"num_inference_steps": 2, "stg_scale": 2},
@@ -278,7 +280,8 @@ def test_guidance_turned_off_and_another_recipe_mean_what_they_mean_without_a_cl
     first, given, fresh, ltx2_folder, tmp_path
 ):
     model = {"model": str(ltx2_folder)}
-    made = check(RenderJob.parse({**MADE, **model, **first})).job
+    idle = {name: first.pop(name) for name in ("revision", "components", "upsampler") if name in first}
+    made = check(RenderJob.parse({**MADE, **model, **first})).job.model_copy(update=idle)
     frames = Clip(np.zeros((9, 128, 128, 3), np.uint8), Fraction(24))
     path = tmp_path / "clip.mp4"
     write_mp4(

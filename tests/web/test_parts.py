@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import gradio as gr
 import imageio.v3 as imageio
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from videoattn.web import actions as actions_module
 from videoattn.web import likeness, queue, text
 from videoattn.web.actions import Actions
 from videoattn.web.choices import Models
+from videoattn.web.generate import Form
 
 
 def write(path, frames):
@@ -158,3 +160,21 @@ def test_a_comparison_is_two_jobs_that_differ_in_the_kernel_alone(actions):
 def test_messages_speak_the_language_of_the_form():
     said = text.sentence("--num-inference-steps 0: too small, see --num-inference-steps")
     assert said == "Num inference steps 0: too small, see num inference steps."
+
+
+def test_what_a_clip_carries_goes_along_only_where_it_has_a_use(actions, tmp_path):
+    """The form has no fields for it, so that nobody could take it out."""
+    with gr.Blocks():
+        form = Form(actions)
+    carried = {"upsampler": "someone/upsampler", "components": "/nowhere", "revision": "v2"}
+    values = {each: getattr(each, "value", None) for each in form.inputs}
+
+    def kept(model, recipe):
+        changed = {form.model: model, form.recipe: recipe, form.carried: carried}
+        settings, _, _ = form.settings(*{**values, **changed}.values())
+        return {name for name in carried if settings.get(name)}
+
+    assert kept(str(tmp_path), "one-stage") == set()
+    assert kept(str(tmp_path), "distilled") == {"upsampler"}
+    assert kept("someone/ltx", "distilled") == {"upsampler", "revision"}
+    assert kept("ltx.safetensors", "one-stage") == {"components"}

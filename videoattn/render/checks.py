@@ -17,7 +17,7 @@ from videoattn.render.errors import UsageError
 from videoattn.render.job import RenderJob
 from videoattn.render.places import expanded, kind_of, require_file, unreadable
 from videoattn.render.settings import resolve
-from videoattn.render.sources import HUB_ID, ModelInfo, Source, describe, find
+from videoattn.render.sources import HUB_ID, ModelInfo, Source, describe, find, unused
 
 CLIP_SUFFIXES = (".mp4", ".m4v", ".mov")
 PREVIEW_SUFFIXES = (".gif", ".webp")
@@ -43,6 +43,9 @@ def check(
     Raises UsageError for a model, size, image, LoRA or setting that cannot work; `warn` receives one line for
     what merely looks wrong.
     """
+    for name, owner in unused(job.model, job.recipe).items():
+        if job.model and getattr(job, name):
+            raise UsageError(f"--{name} belongs to {owner}: leave it out")
     source = find(job, local_files_only=local_files_only)
     info = describe(source)
     resolved = resolve(job, info, defaults=_demo_defaults() if job.model == "demo" else None)

@@ -61,6 +61,24 @@ class ModelInfo:
         return "LTX-Video 0.9.x" if self.family == "ltx" else f"LTX-{self.generation}"
 
 
+def unused(model: str, recipe: str) -> dict[str, str]:
+    """The settings that a model of this kind, or this recipe, has no use for; each with what it belongs to.
+
+    Raises UsageError if the model's path can't be looked at.
+    """
+    path = expanded(model)
+    folder = model == "demo" or kind_of(path) == "folder"
+    single = not folder and path.suffix == ".safetensors"
+    found = {}
+    if recipe != "distilled":
+        found["upsampler"] = f"the distilled recipe, and this is {recipe}"
+    if not single:
+        found["components"] = "a single-file checkpoint, and this model is none"
+    if folder or single or not HUB_ID.match(model):
+        found["revision"] = "a hub model, and this one is none"
+    return found
+
+
 def find(job: RenderJob, *, local_files_only: bool = False) -> Source:
     """The source that `job.model` names, hub configs fetched; no weights are read.
 

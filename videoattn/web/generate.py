@@ -16,6 +16,7 @@ from videoattn.batch.view import duration
 from videoattn.kernels import NAMES
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.settings import KNOBS as ALL_KNOBS
+from videoattn.render.sources import unused
 from videoattn.web import text, uploads
 from videoattn.web.actions import Actions
 from videoattn.web.choices import Presets
@@ -187,6 +188,9 @@ class Form:
             "crf": given[self.crf],
             **(given[self.carried] or {}),
         }
+        if given[self.carried]:
+            for name in unused(settings["model"], settings["recipe"]):
+                settings.pop(name, None)
         if settings["recipe"] == "distilled":
             # The recipe has steps of its own.
             settings["num_inference_steps"] = None
