@@ -102,6 +102,21 @@ def test_a_dry_run_looks_at_the_place_too(shots):
     assert result.returncode == 2
 
 
+@pytest.mark.parametrize("options", [["--attention", "flash4"], ["--compare", "flash4"]])
+def test_a_dry_run_asks_for_kernels_where_the_device_is_named(shots, options):
+    """Without a name the render may be meant for another machine."""
+    command = ["batch", "shots.csv", "-o", "out", "--dry-run", *options]
+    named = run(*command, "--device", "cpu", cwd=shots)
+    assert named.returncode == 2
+    first, last = named.stderr.splitlines()
+    assert first.startswith("videoattn: shots.csv:2: row 1")
+    assert "'flash4' cannot serve" in first
+    assert last.endswith("1 problem in shots.csv: nothing was rendered")
+    unnamed = run(*command, cwd=shots)
+    assert unnamed.returncode == 0, unnamed.stderr
+    assert "1 jobs, 1 to render" in unnamed.stdout
+
+
 def test_an_export_makes_its_folder_or_says_why_not(shots):
     with Store(shots / "out") as store:
         store.add(NewJob({"seed": 1}))

@@ -156,13 +156,15 @@ def _render(
     if not existing.is_dir():
         raise UsageError(f"cannot write {output}: not a directory")
     engine = None if dry_run else place.engine()
-    # A dry run may happen on another machine than the render, and Ray's actors are on others anyway.
+    # A dry run may happen on another machine than the render, unless its device is named, and Ray's actors
+    # are on others anyway.
+    here = place.devices if place.named or not dry_run else ()
     with err.status(Text(f"checking {path}")) if err.is_terminal else nullcontext():
         planned = plan(
             path,
             defaults=defaults,
             local_files_only=local_files_only,
-            device=None if dry_run else place.devices[0] if place.devices else None,
+            device=here[0] if here else None,
             compare=compare,
             warn=_warn,
         )
@@ -266,10 +268,14 @@ def _size(count: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where to render: the engine, and this machine's devices, or so many actors on others."""
+    """Where to render: the engine, and this machine's devices, or so many actors on others.
+
+    `named`: the user chose the devices.
+    """
 
     engine: Callable[[], Engine]
     devices: tuple[str, ...] = ()
+    named: bool = False
     actors: int = 1
 
 
@@ -280,7 +286,7 @@ def _place(engine: str, device: str | None, address: str | None, actors: int | N
         from videoattn.batch.run import Local
 
         devices = _devices(device)
-        return _Place(lambda: Local(devices), devices)
+        return _Place(lambda: Local(devices), devices, named=device is not None)
     if device not in (None, "cuda", "cpu"):
         raise UsageError(f"--device {device}: with --engine ray give cuda or cpu, Ray chooses which")
     if actors is not None and actors < 1:
