@@ -393,6 +393,20 @@ def test_shapes_seen_before_are_bound_again_after_a_kernel_changed(monkeypatch):
         choose.cache_clear()
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_lengths_of_another_batch_reach_no_kernel(monkeypatch, count):
+    """Through the doors that check no arguments, also after the same call with lengths that fit."""
+    q, k, v = inputs()
+    fits, lengths = (torch.ones(n, dtype=torch.int32) for n in (2, count))
+    attend(q, k, v, kv_lengths=fits)
+    monkeypatch.setattr(sdpa, "run", None)
+    match = rf"kv_lengths must be of shape \(2,\).*not \({count},\)"
+    with pytest.raises(ValueError, match=match):
+        attend(q, k, v, kv_lengths=lengths)
+    with pytest.raises(ValueError, match=match):
+        torch.ops.videoattn.attention(q, k, v, 1.0, lengths, None, False, "auto", "")
+
+
 def test_a_refusal_names_the_kind_of_call_that_met_it():
     call = AttentionCall(1, 4, 64, 64, 64, torch.float32, "cpu")
     for kind in ("video_self", "audio_text"):

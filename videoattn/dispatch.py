@@ -165,7 +165,7 @@ class Chooser:
             q.dtype,
             q.device,
             mask is None,
-            kv_lengths is None,
+            None if kv_lengths is None else kv_lengths.shape,
             return_lse,
             requested,
             kind,
@@ -174,6 +174,12 @@ class Chooser:
         )
         bound = self._bound.get(key)
         if bound is None:
+            # Kernels read a length for every entry.
+            if kv_lengths is not None and kv_lengths.shape != q.shape[:1]:
+                raise ValueError(
+                    f"kv_lengths must be of shape ({q.shape[0]},), one for each entry of the batch, not "
+                    f"{tuple(kv_lengths.shape)}"
+                )
             form: MaskForm = (
                 "dense" if mask is not None else "kv_lengths" if kv_lengths is not None else "none"
             )

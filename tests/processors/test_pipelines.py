@@ -220,6 +220,20 @@ def test_bf16_masks(lengths):
     assert calls.forms["video_text", "none" if lengths == [32] else "kv_lengths"] == LAYERS
 
 
+@pytest.mark.parametrize("lengths", [[5], [32]])
+def test_a_mask_of_another_batch_is_refused(lengths):
+    """As in diffusers, and before its one key length is read for every entry."""
+    inputs = ltx_inputs([5, 5], batch=2)
+    inputs["encoder_attention_mask"] = ltx_inputs(lengths)["encoder_attention_mask"]
+    transformer = ltx_transformer()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="shape"):
+            transformer(**inputs)
+        videoattn.install(transformer)
+        with pytest.raises(ValueError, match="mask has 1 entries for a batch of 2: repeat it"):
+            transformer(**inputs)
+
+
 @pytest.mark.parametrize("version", ["ltx", "2.3"])
 def test_autocast(version):
     stock, inputs = model_and_inputs(version)

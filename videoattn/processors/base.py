@@ -92,6 +92,12 @@ class Processor:
         if attention_mask is not None:
             if attention_mask.shape[-1] != kv_len:
                 raise ValueError(f"the attention mask covers {attention_mask.shape[-1]} of {kv_len} keys")
+            # Key lengths of fewer entries than the batch would be read past their end.
+            if attention_mask.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"the attention mask has {attention_mask.shape[0]} entries for a batch of "
+                    f"{query.shape[0]}: repeat it for every entry of the batch"
+                )
             form = "dense" if self.text_mask is None else self.text_mask.form
             mask, kv_lengths = masks.apply(form, attention_mask, kv_len)
         # Under autocast norms return fp32; SDPA would be autocast, an opaque op is not.
