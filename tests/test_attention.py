@@ -115,6 +115,29 @@ def test_compiles_fullgraph():
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("lengths", [None, [53, 17]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype, lengths, backend):
+    """Autocast is for what has no dtype of its own; LSEs of bf16 scores would spoil merged results."""
+    q, k, v = inputs(dtype=dtype)
+    kv_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+
+    def call(q, k, v):
+        return videoattn.attention(q, k, v, kv_lengths=kv_lengths, return_lse=True)
+
+    want = call(q, k, v)
+    torch.compiler.reset()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run = call if backend is None else torch.compile(call, fullgraph=True, backend=backend)
+        out, lse = run(q, k, v)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
+    ref_lse = reference(q, k, v, kv_lengths=kv_lengths)[1]
+    torch.testing.assert_close(lse, ref_lse, atol=1e-4, rtol=1e-5)
+
+
 def test_op_registration_is_sound():
     q, k, v = inputs()
     args = (q, k, v, 0.125, None, None, True, "sdpa", "video_self")

@@ -35,13 +35,15 @@ def run(
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention by `F.scaled_dot_product_attention`; key lengths become a boolean mask."""
-    if kv_lengths is not None:
-        k, v, mask = clear_past_lengths(k, v, kv_lengths)
-    query, key, value = (t.transpose(1, 2) for t in (q, k, v))
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-    if kv_lengths is not None:
-        out = torch.where((kv_lengths > 0)[:, None, None, None], out, 0)
-    lse = log_sum_exp(query, key, scale, mask) if return_lse else None
+    # The op keeps its inputs' dtype, and autocast would make bf16 of the LSE's scores.
+    with torch.autocast(q.device.type, enabled=False):
+        if kv_lengths is not None:
+            k, v, mask = clear_past_lengths(k, v, kv_lengths)
+        query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        if kv_lengths is not None:
+            out = torch.where((kv_lengths > 0)[:, None, None, None], out, 0)
+        lse = log_sum_exp(query, key, scale, mask) if return_lse else None
     return out.transpose(1, 2).contiguous(), lse
 
 
