@@ -83,24 +83,71 @@ def test_uninstalled_during_a_forward(padded):
     close(model(**padded[0])[0], padded[1])
 
 
-def test_a_failed_forward_leaves_no_verdict(padded):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_a_failed_forward_leaves_no_verdict(padded, error):
+    """Also where its traceback, and so its frames, are kept, as an interactive session does."""
     model = ltx_transformer()
     videoattn.install(model)
+    kept = []
 
     def fail(*_):
-        raise ZeroDivisionError
+        raise error
 
     for module in (model.transformer_blocks[1], model):
         for prepend in (False, True):
             hook = module.register_forward_pre_hook(fail, prepend=prepend)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(error) as raised:
                 model(**ltx_inputs())
+            kept.append(raised)
             hook.remove()
             close(model.forward(**padded[0])[0], padded[1])
-    close(model(**padded[0])[0], padded[1])
+    assert forms(model) == {"video_text": "dense"}
+    with recording() as calls:
+        close(model(**padded[0])[0], padded[1])
+    assert calls.forms["video_text", "kv_lengths"] == 2
 
 
-@pytest.mark.parametrize("inner_fails", [False, True])
+def test_interrupted_forwards_of_compiled_blocks(padded):
+    """Traced code takes what it finds, which the next forward's hooks have put right."""
+    torch.compiler.reset()
+    model = ltx_transformer()
+    videoattn.install(model)
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        hook = model.proj_out.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(**ltx_inputs())
+        hook.remove()
+    for _ in range(2):
+        close(model(**padded[0])[0], padded[1])
+        assert forms(model) == {"video_text": "dense"}
+        close(model.forward(**padded[0])[0], padded[1])
+    torch.compiler.reset()
+
+
+def test_an_interrupted_connector():
+    """Its first block, called by itself, looks at no mask."""
+    pipe, stock = ltx2_pipeline(registers=False), ltx2_connectors(registers=False).video_connector
+    ours = pipe.connectors.video_connector
+    videoattn.install(pipe)
+    x = torch.randn(1, 32, 256, generator=torch.Generator().manual_seed(1))
+    everything, holes = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 1, 32)
+    holes[..., 3:9] = -10000.0
+    hook = ours.transformer_blocks[1].register_forward_pre_hook(lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        ours(x, everything)
+    hook.remove()
+    rotary_emb = ours.rope(1, 32, device=x.device)
+    for index, mask in ((0, everything), (1, holes), (0, holes)):
+        a, b = (each.transformer_blocks[index](x, mask, rotary_emb) for each in (ours, stock))
+        close(a, b)
+
+
+@pytest.mark.parametrize("inner_fails", [None, ZeroDivisionError, KeyboardInterrupt])
 def test_a_forward_inside_a_forward(padded, inner_fails):
     """The outer one goes on with its own verdict: a kernel that takes no dense mask can still serve it."""
     model = ltx_transformer()
@@ -110,12 +157,12 @@ def test_a_forward_inside_a_forward(padded, inner_fails):
     def nest(*_):
         if depth:
             if inner_fails:
-                raise ZeroDivisionError
+                raise inner_fails
             return
         depth.append(1)
         try:
             model(**ltx_inputs())
-        except ZeroDivisionError:
+        except (ZeroDivisionError, KeyboardInterrupt):
             assert inner_fails
 
     model.transformer_blocks[0].register_forward_pre_hook(nest)

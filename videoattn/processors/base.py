@@ -98,7 +98,10 @@ class Processor:
                     f"the attention mask has {attention_mask.shape[0]} entries for a batch of "
                     f"{query.shape[0]}: repeat it for every entry of the batch"
                 )
-            form = "dense" if self.text_mask is None else self.text_mask.form
+            text_mask, form = self.text_mask, "dense"
+            # Traced code can't look at the stack: it takes the form that the latest hooks have left.
+            if text_mask is not None and (torch.compiler.is_dynamo_compiling() or text_mask.running):
+                form = text_mask.form
             mask, kv_lengths = masks.apply(form, attention_mask, kv_len)
         # Under autocast norms return fp32; SDPA would be autocast, an opaque op is not.
         q, k, v = (t.to(value.dtype).unflatten(2, (attn.heads, -1)) for t in (query, key, value))

@@ -9,8 +9,10 @@ never carries values.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ ATTRIBUTE = "_videoattn_masks"
 # diffusers writes −10000 (−9984 in bf16) and the connectors the dtype's minimum for a masked key.
 MASKED_BIAS = -9000.0
 REMEMBERED = 4
+# Runs a module's hooks and its forward; its frame is on the stack for exactly as long as they run.
+CALL = torch.nn.Module._call_impl.__code__
 
 
 class TextMask:
@@ -33,8 +37,64 @@ class TextMask:
 
     form: MaskForm = "dense"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy made during a forward is not in it
+    def __init__(self) -> None:
+        # Of each forward that began: the ids of its frame and its module, and the form from before it.
+        # A frame itself would keep the forward's tensors and the model alive.
+        self._begun: list[tuple[int, int, MaskForm]] = []
+
+    def __reduce__(self) -> tuple[type[TextMask], tuple[()]]:
+        return TextMask, ()  # a copy made during a forward is not in it
+
+    def begin(self, module: torch.nn.Module) -> None:
+        """A forward of `module` begins, perhaps inside another one."""
+        frame = _frame_of(module)
+        # What has this frame's id is older than the frame, so it ended.
+        self._settle(lambda entry: entry[0] != frame and _is_running(entry))
+        self._begun.append((frame, id(module), self.form))
+
+    def end(self, module: torch.nn.Module) -> None:
+        """A forward of `module` ends, and what was known about its masks with it."""
+        frame = _frame_of(module)
+        self._settle(lambda entry: entry[0] != frame and _is_running(entry))
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward that `begin` saw is on this thread's stack.
+
+        Not for traced code. One that left it without an `end` ends here: torch calls no hook where a forward
+        was interrupted by a KeyboardInterrupt or another exception that is no `Exception`.
+        """
+        self._settle(_is_running)
+        return bool(self._begun)
+
+    def _settle(self, runs: Callable[[tuple[int, int, MaskForm]], bool]) -> None:
+        while self._begun and not runs(self._begun[-1]):
+            self.form = self._begun.pop()[2]
+
+
+def _frame_of(module: torch.nn.Module) -> int:
+    """Which call of `module` this hook of its is in."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_call(frame, id(module)):
+            return id(frame)
+        frame = frame.f_back
+    return 0
+
+
+def _is_running(entry: tuple[int, int, MaskForm]) -> bool:
+    called, module, _ = entry
+    frame = sys._getframe(1)
+    while frame is not None:
+        if id(frame) == called:
+            # A later frame, of something else, may have the id of one that is gone.
+            return _is_call(frame, module)
+        frame = frame.f_back
+    return False
+
+
+def _is_call(frame: FrameType, module: int) -> bool:
+    return frame.f_code is CALL and id(frame.f_locals.get("self")) == module
 
 
 class Watch:
@@ -43,27 +103,10 @@ class Watch:
     def __init__(self, arguments: Mapping[str, tuple[int, TextMask]]) -> None:
         self.arguments = dict(arguments)
         self._seen: list[tuple[weakref.ref[torch.Tensor], int, MaskForm]] = []
-        self._outer: list[list[MaskForm]] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_seen": [], "_outer": []}
-
-    @property
-    def running(self) -> bool:
-        """Whether a forward that `begin` saw has not ended."""
-        return bool(self._outer)
-
-    def begin(self) -> None:
-        """A forward begins, perhaps inside another one of the same model."""
-        self._outer.append([text_mask.form for _, text_mask in self.arguments.values()])
-
-    def end(self) -> None:
-        """A forward ends, and what was known about its masks with it."""
-        if not self._outer:  # another pre-hook raised before ours ran
-            return
-        for (_, text_mask), form in zip(self.arguments.values(), self._outer.pop(), strict=True):
-            text_mask.form = form
+        return {**vars(self), "_seen": []}
 
     def forget(self) -> None:
         """Nothing is known about any mask."""
@@ -183,18 +226,19 @@ def _outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
 @_outside_graphs
 def begin_forward(module: torch.nn.Module, _args: tuple[Any, ...]) -> None:
     """The pre-hook on the module whose forward a verdict lasts for."""
-    getattr(module, ATTRIBUTE).begin()
+    for _, text_mask in getattr(module, ATTRIBUTE).arguments.values():
+        text_mask.begin(module)
 
 
 @_outside_graphs
 def look_at_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The pre-hook on the module that receives the masks."""
     seen: Watch = getattr(module, ATTRIBUTE)
-    if not seen.running:
-        return  # a connector's block called by itself: no end would take the verdict back
     given = [
         (text_mask, kwargs.get(name, args[position] if position < len(args) else None))
         for name, (position, text_mask) in seen.arguments.items()
+        # Else a connector's block called by itself: no end would take the verdict back.
+        if text_mask.running
     ]
     present = [(text_mask, mask) for text_mask, mask in given if mask is not None]
     forms = seen.forms([mask for _, mask in present])
@@ -205,7 +249,8 @@ def look_at_masks(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[s
 @_outside_graphs
 def end_forward(module: torch.nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
     """The hook that a forward ends with, also where it fails."""
-    getattr(module, ATTRIBUTE).end()
+    for _, text_mask in getattr(module, ATTRIBUTE).arguments.values():
+        text_mask.end(module)
 
 
 def watch(
