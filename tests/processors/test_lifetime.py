@@ -160,6 +160,65 @@ def test_a_block_put_in_since_then_is_served_by_the_next_install():
     assert is_stock(model)
 
 
+def unnamed(forward):
+    return lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("where", ["transformer's forward", "connector's forward", "processor", "streams"])
+def test_an_install_that_fails_leaves_everything_as_it_was(where, installed, level, monkeypatch):
+    """The transformer is served first, so that its part of the install has to be undone."""
+    pipe = ltx2_pipeline()
+    models = pipe.transformer, pipe.connectors
+    stock = processors(*models)
+    forwards = {
+        "transformer's forward": (pipe.transformer, "LTX2VideoTransformer3DModel", "encoder_attention_mask"),
+        "connector's forward": (
+            pipe.connectors.audio_connector.transformer_blocks[0],
+            "LTX2TransformerBlock1d",
+            "attention_mask",
+        ),
+    }
+    if installed:
+        handle = videoattn.install(pipe if where == "processor" else pipe.transformer, "sdpa")
+    before = processors(*models)
+    with monkeypatch.context() as patch:
+        if where in forwards:
+            module, name, parameter = forwards[where]
+            patch.setitem(vars(module), "forward", unnamed(module.forward))
+            error = pytest.raises(
+                ValueError, match=f"^the forward of {name} has no parameter {parameter}: restore"
+            )
+        else:
+
+            def fail(*_):
+                raise ZeroDivisionError
+
+            if where == "streams":
+                patch.setattr(stack.Streams, "adopt", fail)
+            else:
+                attn = pipe.connectors.audio_connector.transformer_blocks[1].attn1
+                patch.setitem(vars(attn), "set_processor", fail)
+            error = pytest.raises(ZeroDivisionError)
+        if installed and where in ("transformer's forward", "streams"):
+            # What is looked up at the first install only.
+            videoattn.install(pipe, level=level).uninstall()
+        else:
+            with error:
+                videoattn.install(pipe, level=level)
+        assert processors(*models) == before
+        assert all("forward" not in vars(m) or m is forwards.get(where, [None])[0] for m in models)
+    if installed:
+        assert handle.installed
+        handle.uninstall()
+    assert all(a is b for a, b in zip(processors(*models), stock, strict=True))
+    assert is_stock(*models)
+    with videoattn.install(pipe, level=level):
+        assert all(isinstance(each, Processor) for each in processors(*models))
+    assert is_stock(*models)
+
+
 def test_connectors_without_blocks():
     pipe = ltx2_pipeline()
     pipe.connectors.audio_connector.transformer_blocks = torch.nn.ModuleList()

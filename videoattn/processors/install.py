@@ -51,8 +51,8 @@ def install(
 
     Raises:
         TypeError: `target` is no such model.
-        ValueError: an unknown kind, kernel or level, an attention processor that is not diffusers' own, fused
-            projections, a norm or a block that the level does not know.
+        ValueError: an unknown kind, kernel or level, an attention processor or a forward that is not
+            diffusers' own, fused projections, a norm or a block that the level does not know.
         KernelUnavailable: a kernel asked for by name cannot serve the model's calls; the message says why.
         RuntimeError: the model is parallel in a way that videoattn does not serve, or the level needs what is
             missing: Triton, or weights that stay in their place; the message says why.
@@ -75,9 +75,14 @@ def install(
         }
         return Layer(processors, fusion if level == "block" else None)
 
-    layers = [
-        (part, part_sites, push(part, part_sites, partial(layer, part_sites))) for part, part_sites in found
-    ]
+    layers: list[tuple[Any, list[Site], Layer]] = []
+    try:
+        for part, part_sites in found:
+            layers.append((part, part_sites, push(part, part_sites, partial(layer, part_sites))))
+    except BaseException:
+        for part, _, pushed in layers:
+            remove(part, pushed)
+        raise
     return Handle(names, layers, level, fusion)
 
 

@@ -258,10 +258,16 @@ def watch(
 ) -> None:
     """Look at the masks that `module.forward` receives, by argument name, before each forward.
 
-    What is found holds until that forward ends, or that of `whole`, of which `module` is a part.
+    What is found holds until that forward ends, or that of `whole`, of which `module` is a part. ValueError
+    for a forward without such an argument.
     """
     whole = module if whole is None else whole
     parameters = list(inspect.signature(module.forward).parameters)
+    for name in text_masks:
+        if name not in parameters:
+            raise ValueError(
+                f"the forward of {type(module).__name__} has no parameter {name}: restore diffusers' own"
+            )
     watch = Watch({name: (parameters.index(name), text_mask) for name, text_mask in text_masks.items()})
     for each in (module, whole):
         setattr(each, ATTRIBUTE, watch)

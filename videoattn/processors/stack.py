@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -40,8 +41,16 @@ class Stack:
         self.text_masks: dict[Kind, masks.TextMask] = {}
         self.originals: dict[Any, Any] = {}
         self.kinds: dict[Any, Kind] = {}
-        self.meet(sites)
+        self.streams: Streams | None = None
         self._fused_blocks = False
+        self.meet(sites)
+        try:
+            self._hang_on(model, sites)
+        except BaseException:
+            self.dismantle(model)
+            raise
+
+    def _hang_on(self, model: Any, sites: list[Site]) -> None:
         for module, names, whole in _masks_of(model, sites):
             looked_at = {
                 name: self.text_masks.setdefault(kind, masks.TextMask()) for name, kind in names.items()
@@ -49,7 +58,6 @@ class Stack:
             masks.watch(module, looked_at, whole)
         if hasattr(model, "fuse_qkv_projections"):
             model.fuse_qkv_projections = _refuse_fusing
-        self.streams: Streams | None = None
         if family(model) != CONNECTORS:
             self.streams = Streams(model)
             self.streams.adopt()
@@ -144,7 +152,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
 
 
 def push(model: Any, sites: list[Site], make: Callable[[Stack], Layer]) -> Layer:
-    """Put an install, made for the model's stack, in force."""
+    """Put an install, made for the model's stack, in force; one that fails leaves the model as it was."""
     with _lock:
         stack: Stack | None = vars(model).get(ATTRIBUTE)
         if stack is None:
@@ -152,9 +160,20 @@ def push(model: Any, sites: list[Site], make: Callable[[Stack], Layer]) -> Layer
             setattr(model, ATTRIBUTE, stack)
         else:
             stack.meet(sites)
-        layer = make(stack)
-        stack.layers.append(layer)
-        stack.apply(model)
+        before = list(stack.layers)
+        try:
+            layer = make(stack)
+            stack.layers.append(layer)
+            stack.apply(model)
+        except BaseException:
+            stack.layers = before
+            # A module that could not be given its new processor has its old one.
+            with suppress(Exception):
+                stack.apply(model)
+            if not before:
+                delattr(model, ATTRIBUTE)
+                stack.dismantle(model)
+            raise
         return layer
 
 
