@@ -259,6 +259,22 @@ def test_copies_of_an_installed_model(build, inputs, level, how):
     close(twin(**inputs([5])), expected)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("build", [ltx_transformer, ltx2_transformer])
+def test_copies_of_a_part_take_no_model_along(build, level):
+    model = build(layers=4)
+    block = model.transformer_blocks[0]
+    stock = len(pickle.dumps(block)), len(pickle.dumps(model.attn_processors))
+    videoattn.install(model, level=level)
+    assert len(pickle.dumps(block)) < stock[0] + 10_000
+    assert len(pickle.dumps(model.attn_processors)) < stock[1] + 10_000
+    for part in (block, block.attn1.processor, model.attn_processors):
+        memo = {}
+        copy.deepcopy(part, memo)
+        assert id(model) not in memo
+        assert id(model.proj_in.weight) not in memo
+
+
 def test_pickled_connectors():
     pipe = ltx2_pipeline()
     videoattn.install(pipe)

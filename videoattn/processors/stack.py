@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,7 +13,7 @@ import torch
 from videoattn.dispatch import Kind
 from videoattn.processors import masks
 from videoattn.processors.base import FUSED_PROJECTIONS, Processor
-from videoattn.processors.parallel.streams import OfModel, Streams
+from videoattn.processors.parallel.streams import Streams
 from videoattn.processors.sites import CONNECTORS, Site, family
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ class Stack:
         if hasattr(model, "fuse_qkv_projections"):
             model.fuse_qkv_projections = _refuse_fusing
         if family(model) != CONNECTORS:
-            self.streams = Streams(model)
-            self.streams.adopt()
+            self.streams = Streams()
+            self.streams.adopt(model)
             model.enable_parallelism = EnableParallelism(model)
 
     def meet(self, sites: list[Site]) -> None:
@@ -95,7 +96,7 @@ class Stack:
         for name in ("fuse_qkv_projections", "enable_parallelism"):
             vars(model).pop(name, None)
         if self.streams is not None:
-            self.streams.release()
+            self.streams.release(model)
 
 
 def _masks_of(
@@ -126,15 +127,28 @@ def _refuse_fusing(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(FUSED_PROJECTIONS)
 
 
-class EnableParallelism(OfModel):
-    """In place of a model's `enable_parallelism`."""
+class EnableParallelism:
+    """In place of a model's `enable_parallelism`; keeps no model alive, and a copied model has its own."""
+
+    def __init__(self, model: Any) -> None:
+        self._reference = weakref.ref(model)
+
+    @property
+    def _model(self) -> Any:
+        return self._reference()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reference": self._model}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
 
     def __call__(self, *, config: Any, cp_plan: Any = None) -> None:
         """What diffusers' does, by our plan; raises as `Streams.enable` says."""
         if cp_plan is not None:
             raise ValueError("videoattn splits LTX models by a plan of its own: leave cp_plan out")
         streams: Streams = getattr(self._model, ATTRIBUTE).streams
-        streams.enable(config)
+        streams.enable(self._model, config)
 
 
 def streams_of(model: Any) -> Streams | None:

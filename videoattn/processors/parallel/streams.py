@@ -9,7 +9,6 @@ under 0.1 % of a 1536×1024 forward, 2 % of a 384×256 one.
 from __future__ import annotations
 
 import inspect
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -39,39 +38,22 @@ VIDEO_QUERIES = ("video_self", "video_text", "audio_to_video")
 VIDEO_KEYS = ("video_self", "video_to_audio")
 
 
-class OfModel:
-    """Something that hangs on a model without keeping it alive; a copy of the model has one of its own."""
-
-    def __init__(self, model: Any) -> None:
-        self._reference = weakref.ref(model)
-
-    @property
-    def _model(self) -> Any:
-        return self._reference()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_reference": self._model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _reference=weakref.ref(state["_reference"]))
-
-
-class Streams(OfModel):
+class Streams:
     """The part of one transformer's tokens that this rank computes; everything, until `enable` or `adopt`.
 
     While it is enabled, hooks split the video at the model's entry and gather it at the exit. diffusers' own
     plan, which also splits text and its mask and knows no sound, is put aside and comes back with `release`.
+    Every processor holds it, so it holds no model, which would come along with a copy of a single block.
     """
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self) -> None:
         self.config: Any = None
         self.groups: Groups | None = None
         self.tokens = 0
         self._hooks: list[Any] = []
         self._stock: list[tuple[Any, str, Any]] | None = None
 
-    def enable(self, config: Any) -> None:
+    def enable(self, model: Any, config: Any) -> None:
         """What diffusers' `enable_parallelism(config=config)` does, with this plan in place of the model's.
 
         The mesh lies on the device the model computes on, which may be the CPU.
@@ -82,7 +64,6 @@ class Streams(OfModel):
         """
         from videoattn.processors.sites import execution_device
 
-        model = self._model
         if model._parallel_config is not None:
             raise RuntimeError(f"parallelism is already enabled on this {type(model).__name__}")
         if isinstance(config, ContextParallelConfig):
@@ -106,11 +87,10 @@ class Streams(OfModel):
         )
         config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
         model._parallel_config = config
-        self._start(config)
+        self._start(model, config)
 
-    def adopt(self) -> None:
+    def adopt(self, model: Any) -> None:
         """Take over from `enable_parallelism()`, if it was called before videoattn was installed."""
-        model = self._model
         config = model._parallel_config
         if config is None:
             return
@@ -118,9 +98,9 @@ class Streams(OfModel):
         self._stock = _stock_hooks(model)
         for registry, name, _ in self._stock:
             registry.remove_hook(name, recurse=False)
-        self._start(config)
+        self._start(model, config)
 
-    def release(self) -> None:
+    def release(self, model: Any) -> None:
         """Give the model back to diffusers' plan; a model that is not parallel is left as it is."""
         if self.config is None:
             return
@@ -132,17 +112,15 @@ class Streams(OfModel):
             for registry, name, hook in self._stock:
                 registry.register_hook(hook, name)
             return
-        model = self._model
         for module in model.modules():
             processor: Any = getattr(module, "processor", None)
             if hasattr(processor, "_parallel_config"):
                 processor._parallel_config = config
         apply_context_parallel(model, config.context_parallel_config, type(model)._cp_plan)
 
-    def _start(self, config: Any) -> None:
+    def _start(self, model: Any, config: Any) -> None:
         self.config = config
         self.groups = Groups.of(config.context_parallel_config)
-        model = self._model
         self._parameters = list(inspect.signature(model.forward).parameters)
         self._hooks.append(model.register_forward_pre_hook(self._split_inputs, with_kwargs=True))
         if hasattr(model, "cross_attn_rope"):
