@@ -462,7 +462,7 @@ def test_parallelism_behind_the_back_is_refused():
     assert traces(transformer) == []
 
 
-def test_diffusers_backends():
+def test_diffusers_backends(monkeypatch):
     """Set before: left for uninstall. Set after: refused. The process-global backend: never touched."""
     active = _AttentionBackendRegistry.get_active_backend()
     transformer = ltx_transformer()
@@ -470,9 +470,14 @@ def test_diffusers_backends():
     block.attn1.set_attention_backend("_native_math")
     handle = videoattn.install(transformer)
     with torch.no_grad():
-        transformer(**ltx_inputs())
+        result = transformer(**ltx_inputs())[0]
+        # As under diffusers' attention_backend(...): nobody asks for it.
+        with monkeypatch.context() as patch:
+            patch.setattr(_AttentionBackendRegistry, "_active_backend", "no such backend")
+            assert torch.equal(transformer(**ltx_inputs())[0], result)
         block.attn1.set_attention_backend("_native_math")
-        with pytest.raises(RuntimeError, match="backend '_native_math' was set while videoattn is installed"):
+        match = "^diffusers' attention backend '_native_math' was set while .* and set it again$"
+        with pytest.raises(RuntimeError, match=match):
             transformer(**ltx_inputs())
     handle.uninstall()
     assert block.attn1.processor._attention_backend == "_native_math"

@@ -59,8 +59,8 @@ class Processor:
         if self._attention_backend is not None:
             backend = getattr(self._attention_backend, "value", self._attention_backend)
             raise RuntimeError(
-                f"diffusers' attention backend '{backend}' was set while videoattn is "
-                "installed: call reset_attention_backend(), or videoattn.uninstall(pipe) to use it"
+                f"diffusers' attention backend '{backend}' was set while videoattn is installed: "
+                "call reset_attention_backend(); to use it, videoattn.uninstall(pipe) and set it again"
             )
         if attn.fused_projections:
             raise RuntimeError(FUSED_PROJECTIONS)
