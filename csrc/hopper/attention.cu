@@ -2,8 +2,8 @@
 //
 // Warps: warpgroup 0 is the producer (warp 0 loads by TMA, warp 1 clears V rows past kv_lengths, warp 2 computes the gates
 // of launches that have some, which costs the consumers no register and no latency; the rest leave);
-// the launch's other warpgroups, its consumers, each own 64 query rows of the tile. Key tiles run from the last to the first, so that
-// the partial one comes while there is nothing to overlap with.
+// the launch's other warpgroups, its consumers, each own 64 query rows of the tile. Key tiles run from the last to the
+// first, so that the partial one comes while there is nothing to overlap with.
 //
 // One consumer's time-line; the tensor core works on the upper line while the warpgroup runs the lower one, and the
 // consumers take turns at issuing. Tiles follow one another without a gap: the next tile's first scores are issued

@@ -49,7 +49,7 @@ def test_every_missing_fence_counts():
     assert not run(CASE, twice, Schedule.late())[0].findings
     unfenced = CASE.ptx[:end] + "\n" + once.replace("wgmma.fence.sync.aligned;", "") + CASE.ptx[end:]
     report, _ = run(CASE, unfenced, Schedule.late())
-    assert {f.kind for f in report.findings} == {"missing fence"}
+    assert {(f.kind, f.severity) for f in report.findings} == {("missing fence", "strict")}
 
 
 def test_schedules_do_not_change_the_product():

@@ -47,7 +47,7 @@ class Warp:
         self.loads_issued = 0
         self.wgmma_groups: list = []
         self.wgmma_chains: list = []
-        self.wgmma_fenced = False
+        self.wgmma_fenced: bool | None = None  # None: never; False: a wait came since
         self.registers = 0
         self.syncs: dict = {}
         self.phases: dict = {}

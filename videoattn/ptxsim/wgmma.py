@@ -111,7 +111,7 @@ class WgmmaOps(TmaOps):
         if len(w.wgmma_groups) <= n:
             return
         # What was waited for may be read and written from here on, and the next wgmma must come behind that.
-        w.wgmma_fenced = False
+        w.wgmma_fenced = None if w.wgmma_fenced is None else False
         done = w.wgmma_groups[: len(w.wgmma_groups) - n]
         del w.wgmma_groups[: len(done)]
         still = {id(c) for _, chains in w.wgmma_groups for c, _ in chains} | {
@@ -154,7 +154,11 @@ class WgmmaOps(TmaOps):
             self.report("wgmma", "imm-scale must be 1 or -1")
             return
         if not w.wgmma_fenced and not self._same_accumulator(regs, n):
-            self.report("missing fence", "wgmma.mma_async before wgmma.fence", key="wgmma")
+            if w.wgmma_fenced is None:
+                self.report("missing fence", "wgmma.mma_async before wgmma.fence", key="wgmma")
+            else:
+                # Right where no register of it was touched since the wait, which is not followed.
+                self.strict("missing fence", "wgmma.mma_async behind a wait without wgmma.fence", key="wgmma")
         accumulate = bool(scale_d[0])
         b_operand = self._wgmma_operand(int(b[0]), n, bool(trans_b), "B")
         in_regs = isinstance(a, tuple)
