@@ -24,6 +24,7 @@ from tests.pipelines import ltx2_inputs, ltx2_transformer, ltx_inputs, ltx_trans
 from tests.processors.calls import recording
 from videoattn.processors import blocks, fused, fused_kernels
 from videoattn.processors.fused import Fusion, Modulation, Parameter, Residual
+from videoattn.processors.untouched import plain_linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -458,8 +459,8 @@ def test_tensors_on_two_devices_are_refused(fusion):
 def test_adapters_keep_a_forward_of_their_own(fusion):
     ff = ltx_transformer(layers=1).transformer_blocks[0].ff
     x = torch.randn(1, 2, 128)
-    assert blocks._plain(ff.net[0].proj, x)
-    assert not blocks._plain(ff.net[0].proj, x.bfloat16())
+    assert plain_linear(ff.net[0].proj, x)
+    assert not plain_linear(ff.net[0].proj, x.bfloat16())
     ff.net[0].proj = torch.nn.Sequential(ff.net[0].proj)
     torch.testing.assert_close(blocks.feed_forward(fusion, ff, x), ff(x))
 

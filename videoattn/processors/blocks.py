@@ -7,10 +7,9 @@ class is exchanged. One class for all blocks, and not a function for each, is wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from diffusers.models.transformers import transformer_ltx, transformer_ltx2
 from videoattn.processors.fused import Fusion, Modulation, Parameter, Residual, Rotary, parameter
 from videoattn.processors.overlap import both
 from videoattn.processors.sites import unwrap
+from videoattn.processors.untouched import has_no_forward_but, hooked, plain_linear, untouched
 
 ATTRIBUTE = "_videoattn_fusion"
 # Numbers of a layer's modulation parameters, in the order of its table.
@@ -321,48 +321,14 @@ def feed_forward(fusion: Fusion, ff: Any, x: torch.Tensor) -> torch.Tensor:
     then runs.
     """
     first = ff.net[0]
-    if type(first) is not GELU or first.approximate != "tanh" or not _plain(first.proj, x):
+    if type(first) is not GELU or first.approximate != "tanh" or not plain_linear(first.proj, x):
         return ff(x)
-    if not (_is_untouched(ff) and _is_untouched(first)):
+    if not (untouched(ff) and untouched(first)):
         return ff(x)
     x = fusion.linear_gelu(x, first.proj)
     for module in ff.net[1:]:
         x = module(x)
     return x
-
-
-def _plain(linear: Any, x: torch.Tensor) -> bool:
-    return (
-        type(linear) is torch.nn.Linear
-        and type(linear.weight) is torch.nn.Parameter
-        and linear.weight.dtype == x.dtype
-        and _is_untouched(linear)
-    )
-
-
-def _is_untouched(module: torch.nn.Module) -> bool:
-    """Whether calling the module runs its class's forward and nothing else."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not (hooks or hooked(module)) and _has_no_forward_but(module, (type(module),))
-
-
-def _has_no_forward_but(module: Any, classes: Iterable[type]) -> bool:
-    """Whether the module has no `forward` of its own, or one of these classes', which removed hooks leave."""
-    forward = module.__dict__.get("forward")
-    if forward is None:
-        return True
-    return (
-        type(forward) is MethodType
-        and forward.__self__ is module
-        and any(forward.__func__ is each.forward for each in classes)
-    )
-
-
-def hooked(module: torch.nn.Module) -> bool:
-    """Whether diffusers or accelerate wrap the forward: offloading, casting, caches, layer skipping."""
-    # diffusers' cache_context leaves empty registries behind.
-    registry: Any = getattr(module, "_diffusers_hook", None)
-    return hasattr(module, "_hf_hook") or (registry is not None and bool(registry.hooks))
 
 
 FUSED_CLASSES: dict[type, type] = {
@@ -391,7 +357,7 @@ def require(model: Any) -> None:
             raise ValueError(
                 f"level='block' does not know {kind.__module__}.{kind.__qualname__}: use level='attention'"
             )
-        if hooked(block) or not _has_no_forward_but(block, _CLASSES):
+        if hooked(block) or not has_no_forward_but(block, _CLASSES):
             raise RuntimeError(
                 "something wraps the forward of the model's blocks already (offloading, casting, a cache, "
                 "layer skipping): undo that, install(level='block'), then do it again"
@@ -408,7 +374,7 @@ def require(model: Any) -> None:
 
 def apply(block: Any, fusion: Fusion | None) -> None:
     """Make a block run fused, or, without `fusion`, as diffusers has it."""
-    if _has_no_forward_but(block, _CLASSES):
+    if has_no_forward_but(block, _CLASSES):
         vars(block).pop("forward", None)
     if fusion is not None:
         block.__class__ = FUSED_CLASSES.get(type(block), type(block))

@@ -12,7 +12,7 @@ from videoattn import kernels as kernel_modules
 from videoattn.dispatch import AttentionCall, KernelUnavailable, Kind, Receipt, choose
 from videoattn.kernels import verify
 from videoattn.processors.base import Processor
-from videoattn.processors.levels import CALL, Level, fusion_for, says
+from videoattn.processors.levels import CALL, Level, fusion_for, join_projections, says
 from videoattn.processors.parallel.streams import require_supported
 from videoattn.processors.sites import Site, execution_device, nominal_call, parts, sites
 from videoattn.processors.stack import Layer, Stack, in_force, push, remove, streams_of
@@ -29,7 +29,9 @@ def install(
     """Swap the attention processors of an LTX pipeline, or of its transformer, for videoattn's.
 
     Of a pipeline the text connectors are served too. A later install on the same model takes precedence until
-    it is uninstalled. The model's weights, config and diffusers' attention backends are not touched.
+    it is uninstalled. The model's config, the values of its weights and diffusers' attention backends are not
+    touched. Above level `call` weights on a GPU change their place: those of projections that read the same
+    tensor come to lie side by side, for one product, and stay there.
 
     The first install on a GPU, driver and build runs the self-check of the kernels that `auto` could bind, in
     child processes that end within two minutes; a kernel that fails it is named in a warning and not used.
@@ -83,6 +85,8 @@ def install(
         for part, _, pushed in layers:
             remove(part, pushed)
         raise
+    if fusion is not None:
+        join_projections(site for _, part_sites in found for site in part_sites)
     return Handle(names, layers, level, fusion)
 
 
@@ -150,7 +154,8 @@ class Handle:
         """One phrase on what runs fused around the calls, and by what; empty at level `call`."""
         if self._served is not None:
             return self._served[1]
-        return says(self.level, self._fusion, execution_device(self._layers[0][0]))
+        served = [site for _, part, _ in self._layers for site in part]
+        return says(self.level, self._fusion, execution_device(self._layers[0][0]), served)
 
     def uninstall(self) -> None:
         """Take this install away, and let go of the models.

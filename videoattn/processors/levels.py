@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from videoattn.processors.projections import are_side_by_side, lay_side_by_side
 from videoattn.processors.sites import Site, execution_device
+from videoattn.processors.untouched import hooked
 
 if TYPE_CHECKING:
     from videoattn.processors.fused import Engine, Fusion
@@ -45,8 +47,6 @@ def fusion_for(level: Level, under_compile: Engine, parts: Iterable[tuple[Any, l
 
 
 def _require_norms(site: Site, level: Level) -> None:
-    from videoattn.processors.blocks import hooked
-
     for name in ("norm_q", "norm_k"):
         norm = getattr(site.module, name)
         if type(norm) is not torch.nn.RMSNorm:
@@ -62,10 +62,34 @@ def _require_norms(site: Site, level: Level) -> None:
             )
 
 
-def says(level: Level, fusion: Fusion | None, device: torch.device) -> str:
+def join_projections(sites: Iterable[Site]) -> None:
+    """Lay the weights of projections that read the same tensor side by side, where they are on a GPU.
+
+    Where memory for that is short, the rest stays as it is; `says` counts.
+    """
+    moved = False
+    for site in sites:
+        weight = getattr(site.module.to_q, "weight", None)
+        if not isinstance(weight, torch.Tensor) or not weight.is_cuda:
+            continue
+        before = weight.data_ptr()
+        try:
+            lay_side_by_side(site.module)
+        except torch.OutOfMemoryError:
+            break
+        moved |= weight.data_ptr() != before
+    if moved:
+        # What the weights left behind is in pieces that hardly anything else fits into.
+        torch.cuda.empty_cache()
+
+
+def says(level: Level, fusion: Fusion | None, device: torch.device, sites: Sequence[Site]) -> str:
     """One phrase on what runs fused, and by what; empty where nothing does."""
     if fusion is None:
         return ""
     engine = "fused by Triton" if fusion.engine(device) == "triton" else f"by torch, on {device.type}"
     compiled = "" if fusion.under_compile == "triton" else "; under torch.compile by torch"
-    return f"level {level}: {_RUNS_FUSED[level]}, {engine}{compiled}"
+    joined = sum(are_side_by_side(site.module) for site in sites)
+    of = f" in {joined} of {len(sites)} attentions" if joined < len(sites) else ""
+    projections = f"; projections of one tensor in one product{of}" if joined else ""
+    return f"level {level}: {_RUNS_FUSED[level]}, {engine}{projections}{compiled}"

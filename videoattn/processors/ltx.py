@@ -8,6 +8,7 @@ import torch
 from diffusers.models.transformers import transformer_ltx as stock
 
 from videoattn.processors.base import Processor
+from videoattn.processors.projections import project
 
 
 class LTXVideoProcessor(Processor):
@@ -27,8 +28,8 @@ class LTXVideoProcessor(Processor):
         self.refuse(attn)
         if encoder_hidden_states is None:
             encoder_hidden_states = hidden_states
-        query, key = attn.to_q(hidden_states), attn.to_k(encoder_hidden_states)
-        value = attn.to_v(encoder_hidden_states)
+        together = self.fusion is not None
+        query, key, value, _ = project(attn, hidden_states, encoder_hidden_states, together=together)
         if self.fusion is not None:
             query, key = self.fusion.query_and_key(attn, query, key, image_rotary_emb)
         else:

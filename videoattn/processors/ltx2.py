@@ -8,6 +8,7 @@ import torch
 from diffusers.models.transformers import transformer_ltx2 as stock
 
 from videoattn.processors.base import Processor
+from videoattn.processors.projections import project
 
 if TYPE_CHECKING:
     from videoattn.processors.fused import Fusion
@@ -32,9 +33,8 @@ class LTX2Processor(Processor):
         """Attention of `(batch, seq, channels)` hidden states, as the stock processor computes it."""
         self.refuse(attn)
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        value = attn.to_v(source)
-        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
-        gate = gate_logits(attn, hidden_states)
+        query, key, value, gate = project(attn, hidden_states, source, together=self.fusion is not None)
+        query, key = norm_and_rotate(attn, query, key, query_rotary_emb, key_rotary_emb, self.fusion)
         return project_out(attn, self.attend(attn, query, key, value, attention_mask, gate))
 
 
@@ -60,29 +60,29 @@ class LTX2PerturbedProcessor(Processor):
         """
         self.refuse(attn)
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        value = attn.to_v(source)
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and bool(torch.all(perturbation_mask == 0))
         if all_perturbed:
-            return project_out(attn, self.gate(value, gate_logits(attn, hidden_states)))
-        query, key = query_and_key(attn, hidden_states, source, query_rotary_emb, key_rotary_emb, self.fusion)
-        gate = gate_logits(attn, hidden_states)
+            gates = attn.to_gate_logits
+            gate = None if gates is None else gates(hidden_states)
+            return project_out(attn, self.gate(attn.to_v(source), gate))
+        query, key, value, gate = project(attn, hidden_states, source, together=self.fusion is not None)
+        query, key = norm_and_rotate(attn, query, key, query_rotary_emb, key_rotary_emb, self.fusion)
         if perturbation_mask is None:
             return project_out(attn, self.attend(attn, query, key, value, attention_mask, gate))
         out = torch.lerp(value, self.attend(attn, query, key, value, attention_mask), perturbation_mask)
         return project_out(attn, self.gate(out, gate))
 
 
-def query_and_key(
+def norm_and_rotate(
     attn: Any,
-    hidden_states: torch.Tensor,
-    source: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
     query_rotary_emb: Rotary | None,
     key_rotary_emb: Rotary | None,
     fusion: Fusion | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Projected, normalised and rotated query and key, `(batch, seq, heads · head_dim)`."""
-    query, key = attn.to_q(hidden_states), attn.to_k(source)
+    """Normalised and rotated query and key, `(batch, seq, heads · head_dim)`."""
     if fusion is not None:
         return fusion.query_and_key(attn, query, key, query_rotary_emb, key_rotary_emb)
     query, key = attn.norm_q(query), attn.norm_k(key)
@@ -92,11 +92,6 @@ def query_and_key(
         key_rotary_emb = query_rotary_emb
     rotate = stock.apply_split_rotary_emb if attn.rope_type == "split" else stock.apply_interleaved_rotary_emb
     return rotate(query, query_rotary_emb), rotate(key, key_rotary_emb)
-
-
-def gate_logits(attn: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """`(batch, seq, heads)`, where the layer has gates."""
-    return None if attn.to_gate_logits is None else attn.to_gate_logits(hidden_states)
 
 
 def project_out(attn: Any, out: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,12 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch.utils import _pytree
 
 from videoattn.dispatch import choose
-from videoattn.processors.blocks import LTX2VideoTransformerBlock, blocks_of, hooked
+from videoattn.processors.blocks import LTX2VideoTransformerBlock, blocks_of
 from videoattn.processors.overlap import CudaLane, Lane, overlapping
 from videoattn.processors.sites import models
 from videoattn.processors.stack import state_of
 from videoattn.processors.tree import Tree
+from videoattn.processors.untouched import hooked
 from videoattn.timing import recorder
 
 # Each size and each mask form is a graph of its own; torch's default of 8 would end a long session.

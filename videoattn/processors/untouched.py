@@ -1,0 +1,48 @@
+"""Whether a module does what its class says and no more: its weights can then be read without calling it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+
+
+def plain_linear(linear: Any, x: torch.Tensor) -> bool:
+    """Whether a product with `linear.weight` is all that calling it on `x` would be: no adapter, no quantised
+    or cast weight, no hook."""
+    return (
+        type(linear) is torch.nn.Linear
+        and type(linear.weight) is torch.nn.Parameter
+        and linear.weight.dtype == x.dtype
+        and untouched(linear)
+    )
+
+
+def untouched(module: torch.nn.Module) -> bool:
+    """Whether calling the module runs its class's forward and nothing else."""
+    own = module.__dict__
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    return not (hooks or hooked(module)) and has_no_forward_but(module, (type(module),))
+
+
+def has_no_forward_but(module: Any, classes: Iterable[type]) -> bool:
+    """Whether the module has no `forward` of its own, or one of these classes', which removed hooks leave."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return True
+    return (
+        type(forward) is MethodType
+        and forward.__self__ is module
+        and any(forward.__func__ is each.forward for each in classes)
+    )
+
+
+def hooked(module: torch.nn.Module) -> bool:
+    """Whether diffusers or accelerate wrap the forward: offloading, casting, caches, layer skipping."""
+    # Attributes are slow to ask a module for where it has none.
+    own = module.__dict__
+    registry: Any = own.get("_diffusers_hook")
+    # diffusers' cache_context leaves empty registries behind.
+    return "_hf_hook" in own or (registry is not None and bool(registry.hooks))
