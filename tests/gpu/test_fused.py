@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_ltx2 import LTX2Attention
 from torch.profiler import ProfilerActivity, profile
 
 import videoattn
@@ -27,9 +28,11 @@ from tests.pipelines import (
     ltx_transformer,
 )
 from videoattn.attention import attend
-from videoattn.processors import fused
+from videoattn.processors import fused, levels, projections
 from videoattn.processors.fused import Fusion, Modulation, Residual
+from videoattn.processors.projections import project
 from videoattn.processors.regions import compile_blocks, compiled_graphs, cuda_graphs
+from videoattn.processors.sites import sites
 from videoattn.timing import record_timing
 
 DEVICE = torch.device("cuda")
@@ -205,6 +208,87 @@ def test_linear_gelu(fusion, dtype, bias):
     reference = F.gelu(wide(x.float()), approximate="tanh")
     stock = F.gelu(linear(x), approximate="tanh")
     assert_accurate([fusion.linear_gelu(x, linear)], [stock], [reference])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("length", [259, 3072, 5525])
+@pytest.mark.parametrize("source", [None, 4096, 2048])
+def test_projections_in_one_product(dtype, length, source):
+    """LTX-2.3's video attentions: with itself, with text, and with sound, which is half as wide."""
+    attn = LTX2Attention(
+        4096,
+        heads=32,
+        kv_heads=32,
+        dim_head=128 if source is None or source == 4096 else 64,
+        cross_attention_dim=source,
+        apply_gated_attention=True,
+    ).to(DEVICE, dtype)
+    x = draw(1, length, 4096, dtype=dtype)
+    y = x if source is None else draw(1, 1024, source, dtype=dtype)
+    stock = project(attn, x, y, together=True)
+    wide = copy.deepcopy(attn).float()
+    reference = project(wide, x.float(), x.float() if y is x else y.float(), together=False)
+    assert projections.lay_side_by_side(attn)
+    products = [
+        name for name in kernels_of(lambda: project(attn, x, y, together=True)) if "Memset" not in name
+    ]
+    apart = [name for name in kernels_of(lambda: project(attn, x, y, together=False)) if "Memset" not in name]
+    assert len(products) < len(apart)
+    ours = project(attn, x, y, together=True)
+    assert_accurate(ours, stock, reference)
+    assert_rounds_as(stock, ours)
+
+
+@pytest.mark.parametrize("version", ["ltx", "2.0", "2.3", "2.5"])
+def test_an_install_joins_projections(version):
+    model, inputs = model_and_inputs(version)
+    expected = copy.deepcopy(model)(**inputs)
+    graphs = cuda_graphs(model)
+    for _ in range(3):
+        model(**inputs)
+    held = torch.cuda.memory_allocated()
+    values = [p.clone() for p in model.parameters()]
+    handle = videoattn.install(model, level="attention")
+    assert handle.around.endswith("; projections of one tensor in one product")
+    assert all(projections.are_side_by_side(site.module) for site in sites(model))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), values, strict=True))
+    del values
+    assert torch.cuda.memory_allocated() <= held + 2**20
+    eager = graphs.replays
+    for _ in range(3):
+        for a, b in zip(model(**inputs), expected, strict=True):
+            torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
+    assert graphs.replays > eager, "captured anew, where the weights now lie"
+    graphs.release()
+    handle.uninstall()
+    assert all(torch.equal(a, b) for a, b in zip(model(**inputs), expected, strict=True))
+
+
+def test_an_install_short_of_memory_joins_what_it_can(monkeypatch):
+    model, inputs = model_and_inputs("2.3")
+    expected = copy.deepcopy(model)(**inputs)
+    laid = []
+
+    def lay(attn):
+        if len(laid) == 2:
+            raise torch.OutOfMemoryError
+        laid.append(projections.lay_side_by_side(attn))
+
+    monkeypatch.setattr(levels, "lay_side_by_side", lay)
+    handle = videoattn.install(model, level="block")
+    assert f"in one product in 2 of {len(sites(model))} attentions" in handle.around
+    for a, b in zip(model(**inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
+
+
+def test_models_offloaded_whole_keep_a_product_each():
+    pipe = ltx2_pipeline()
+    expected = call_ltx2(ltx2_pipeline().to(DEVICE))
+    handle = videoattn.install(pipe, level="block")
+    pipe.enable_model_cpu_offload()
+    for ours, theirs in zip(call_ltx2(pipe), expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs.cpu(), atol=1e-3, rtol=1e-3)
+    assert "one product" not in handle.around
 
 
 def model_and_inputs(version, dtype=torch.bfloat16, batch=1):

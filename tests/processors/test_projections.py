@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,7 +82,7 @@ def assert_same(ours, expected):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_self_attention_in_one_product_and_in_two(monkeypatch, dtype, gated, bias):
+def test_self_attention_in_one_product_and_in_two(dtype, gated, bias):
     attn, (x, _) = attention(gated=gated, bias=bias, dtype=dtype), tensors(dtype=dtype)
     before = copy.deepcopy(attn)
     apart = 3 + gated
@@ -92,9 +94,8 @@ def test_self_attention_in_one_product_and_in_two(monkeypatch, dtype, gated, bia
     # Gates always have a bias: where the others have none they stay by themselves.
     lone_gates = gated and not bias
     for limit, count in ((ROWS, 3 if lone_gates else 1), (ROWS - 1, 2 + lone_gates)):
-        monkeypatch.setattr(projections, "ROWS_OF_ONE", limit)
         with products(count):
-            assert_same(project(attn, x, x, together=True), expected)
+            assert_same(project(attn, x, x, together=True, rows_of_one=limit), expected)
     with products(apart):
         assert_same(project(attn, x, x, together=False), expected)
 
@@ -397,3 +398,17 @@ def test_what_the_receipt_says():
     assert handle.around.endswith("by torch, on cpu; projections of one tensor in one product")
     every[-1].to_k.register_forward_hook(lambda *_: None)
     assert f"{len(every) - 1} of {len(every)} attentions" in handle.around
+
+
+@pytest.mark.slow
+def test_the_benchmark(capsys):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+    import bench_projections
+
+    assert bench_projections.main(["--config", "tiny", "--tokens", "8"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == list(dict.fromkeys(site.kind for site in sites(ltx2_transformer())))
+    for kind, _, each, two, one, differ in rows:
+        assert min(float(each), float(two)) > 0
+        assert (one == "–") == (not kind.endswith("_self"))
+        assert float(differ) < 0.1

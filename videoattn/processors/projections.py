@@ -32,11 +32,18 @@ class Projected(NamedTuple):
     gate: torch.Tensor | None
 
 
-def project(attn: Any, hidden_states: torch.Tensor, source: torch.Tensor, *, together: bool) -> Projected:
+def project(
+    attn: Any,
+    hidden_states: torch.Tensor,
+    source: torch.Tensor,
+    *,
+    together: bool,
+    rows_of_one: int = ROWS_OF_ONE,
+) -> Projected:
     """All projections of one attention of `(batch, seq, channels)` tensors.
 
     `together`: whether those whose weights lie side by side may be one product. Results are then views of its
-    output, rows apart.
+    output, rows apart. `rows_of_one`: rows up to which self-attention's four are one.
     """
     gates = getattr(attn, "to_gate_logits", None)
     first, second = [attn.to_q] if gates is None else [gates, attn.to_q], [attn.to_k, attn.to_v]
@@ -45,7 +52,7 @@ def project(attn: Any, hidden_states: torch.Tensor, source: torch.Tensor, *, tog
         key, value = [layer(source) for layer in second]
     elif (
         source is hidden_states
-        and hidden_states.shape[:-1].numel() <= ROWS_OF_ONE
+        and hidden_states.shape[:-1].numel() <= rows_of_one
         and (parts := _product([*first, *second], hidden_states)) is not None
     ):
         *gate, query, key, value = parts

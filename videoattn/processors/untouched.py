@@ -22,8 +22,7 @@ def plain_linear(linear: Any, x: torch.Tensor) -> bool:
 
 def untouched(module: torch.nn.Module) -> bool:
     """Whether calling the module runs its class's forward and nothing else."""
-    own = module.__dict__
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    hooks = module._forward_hooks or module._forward_pre_hooks
     return not (hooks or hooked(module)) and has_no_forward_but(module, (type(module),))
 
 
