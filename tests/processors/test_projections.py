@@ -412,3 +412,22 @@ def test_the_benchmark(capsys):
         assert min(float(each), float(two)) > 0
         assert (one == "–") == (not kind.endswith("_self"))
         assert float(differ) < 0.1
+
+
+def test_products_of_a_block():
+    """As docs/speed.md counts them, with as many heads as TMA wants."""
+    given = ltx2_inputs()
+    heads = {"num_attention_heads": 8, "attention_head_dim": 32, "audio_num_attention_heads": 8}
+    config = {**ltx2_transformer().config, **heads, "audio_attention_head_dim": 16, "num_layers": 1}
+    model = LTX2VideoTransformer3DModel.from_config(config).eval()
+    videoattn.install(model, level="block")
+    block = model.transformer_blocks[0]
+    seen = []
+    block.register_forward_pre_hook(lambda *_: seen.append(Products().__enter__()))
+    block.register_forward_hook(lambda *_: seen[-1].__exit__(None, None, None))
+    expected = model(**given)
+    lay(model)
+    for a, b in zip(model(**given), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    # Those of the attention calls are in both.
+    assert seen[0].count - seen[1].count == 34 - 20
