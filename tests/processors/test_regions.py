@@ -183,6 +183,27 @@ def test_what_auto_chose_is_captured_anew_when_it_may_choose_otherwise():
         assert graphs.captured == captured
 
 
+def test_a_forward_of_the_users_own_that_names_no_parameters():
+    model, calls = ltx_transformer(layers=1), [ltx_inputs(seed=seed) for seed in range(4)]
+    expected = [model(**call) for call in calls]
+    own, seen = model.forward, []
+
+    def passes_on(*args, **kwargs):
+        seen.append(kwargs.get("return_dict"))
+        return own(*args, **kwargs)
+
+    model.forward = passes_on
+    graphs = graphs_of(model)
+    for call, theirs in zip(calls, expected, strict=True):
+        positional = {name: call[name] for name in ("hidden_states", "encoder_hidden_states")}
+        named = {name: value for name, value in call.items() if name not in positional}
+        assert equal(model(*positional.values(), **named), theirs)
+    assert graphs.replays == 3
+    assert seen
+    graphs.release()
+    assert model.forward is passes_on
+
+
 def test_what_no_graph_may_hold_runs_plain():
     model = ltx2_transformer()
     graphs = graphs_of(model, max_tokens=40)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -146,7 +147,7 @@ class ForwardGraphs:
         self._own_forward = vars(model).get("forward")
         self._released = False
         # Whoever asks for the forward's parameters gets those of the model's own.
-        self.__signature__ = inspect.signature(self._forward)
+        self.__signature__ = _signature(model)
         self._tree: Tree | None = None
         self._graphs: dict[Any, _Captured] = {}
         self._seen: set[Any] = set()
@@ -268,6 +269,14 @@ class ForwardGraphs:
             if isinstance(value, torch.Tensor) and value.device != hidden_states.device:
                 return f"an argument is on {value.device}"
         return None
+
+
+def _signature(model: Any) -> inspect.Signature:
+    """Of the model's forward; of its class's where one of the user's own passes on whatever it is given."""
+    signature = inspect.signature(model.forward)
+    if "hidden_states" in signature.parameters:
+        return signature
+    return inspect.signature(MethodType(type(model).forward, model))
 
 
 def cuda_graphs(target: Any, *, max_tokens: int | None = None, overlap: bool = False) -> ForwardGraphs:
