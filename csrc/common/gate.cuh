@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../api.h"
+#include "ptx.cuh"
 
 namespace videoattn {
 
@@ -48,9 +49,8 @@ __device__ __forceinline__ uint32_t twice<__half>(float x) {
 template <typename Element>
 __device__ __forceinline__ uint32_t gate_of(Element logit) {
     constexpr float kLog2E = 1.4426950408889634f;
-    float power, sigmoid;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(static_cast<float>(logit) * -kLog2E));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+    const float power = ptx::ex2_approx_ftz(static_cast<float>(logit) * -kLog2E);
+    const float sigmoid = ptx::rcp_approx_ftz(1.0f + power);
     return multiply<Element>(twice<Element>(sigmoid), twice<Element>(2.0f));
 }
 

@@ -356,6 +356,12 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
     return y;
 }
 
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two half-precision exponentials, max relative error 2^-9.9.
 __device__ __forceinline__ uint32_t ex2_approx_f16x2(uint32_t x) {
     uint32_t y;

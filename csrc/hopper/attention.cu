@@ -46,10 +46,10 @@ __device__ __forceinline__ void attention(const CUtensorMap& q_map, const CUtens
     const int warpgroup = C::kQInRegisters ? threadIdx.x / 128 : __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 
     if (threadIdx.x == 0) {
-        prefetch_tensormap(&q_map);
-        prefetch_tensormap(&k_map);
-        prefetch_tensormap(&v_map);
-        prefetch_tensormap(&o_map);
+        prefetch_tensormap(q_map);
+        prefetch_tensormap(k_map);
+        prefetch_tensormap(v_map);
+        prefetch_tensormap(o_map);
         for (int group = 0; group < consumers<C>(); ++group) {
             for (int buffer = 0; buffer < C::kQueryBuffers; ++buffer) {
                 mbarrier_init(smem.q_full(group, buffer), 1);

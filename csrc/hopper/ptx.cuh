@@ -1,5 +1,5 @@
-// One thin wrapper per instruction of the Hopper kernel, named as in common/ptx.cuh where that has it; addresses, those
-// of barriers too, are 32-bit shared-window addresses.
+// One thin wrapper per instruction of the Hopper kernel, beside those of common/ptx.cuh that take the same operands.
+// Addresses, those of barriers too, are 32-bit shared-window addresses here; common/ptx.cuh takes barriers as objects.
 #pragma once
 
 #include <cuda.h>
@@ -9,20 +9,27 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "../common/ptx.cuh"
+
 namespace videoattn::hopper {
 
-__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+using ptx::bulk_commit_group;
+using ptx::bulk_wait_group;
+using ptx::bulk_wait_group_read;
+using ptx::ex2_approx_ftz;
+using ptx::fence_mbarrier_init;
+using ptx::fence_proxy_async_smem;
+using ptx::ldmatrix_x4;
+using ptx::prefetch_tensormap;
+using ptx::rcp_approx_ftz;
+using ptx::setmaxnreg_dec;
+using ptx::setmaxnreg_inc;
+using ptx::smem_address;
 
 // ---- mbarrier (PTX ISA 9.7.13.15) ----
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
@@ -72,10 +79,6 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 
 // ---- TMA (PTX ISA 9.7.9.27) ----
 
-__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int row, int head,
                                          int batch) {
     asm volatile(
@@ -90,15 +93,6 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t smem,
         "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %2, %4, %5}], [%1];" ::"l"(map),
         "r"(smem), "r"(0), "r"(row), "r"(head), "r"(batch)
         : "memory");
-}
-
-__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void bulk_wait_group_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-__device__ __forceinline__ void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-__device__ __forceinline__ void fence_proxy_async_smem() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- wgmma bookkeeping (PTX ISA 9.7.15.7) ----
@@ -119,13 +113,6 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 }
 
 // ---- fragments ----
-
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
@@ -177,38 +164,12 @@ __device__ __forceinline__ uint32_t pack(float low, float high);
 
 template <>
 __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
+    return ptx::cvt_bf16x2(low, high);
 }
 
 template <>
 __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
-__device__ __forceinline__ float ex2_approx_ftz(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float rcp_approx_ftz(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_inc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_dec() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+    return ptx::cvt_f16x2(low, high);
 }
 
 }  // namespace videoattn::hopper

@@ -15,25 +15,15 @@ template <typename Element, int kN, int kTransB>
 struct Wgmma;
 
 // Inline PTX numbers its operands, so the accumulators' names and the operands behind them are lists by eights.
-#define TEXT_0 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define TEXT_8 "%8, %9, %10, %11, %12, %13, %14, %15"
-#define TEXT_16 "%16, %17, %18, %19, %20, %21, %22, %23"
-#define TEXT_24 "%24, %25, %26, %27, %28, %29, %30, %31"
-#define TEXT_32 "%32, %33, %34, %35, %36, %37, %38, %39"
-#define TEXT_40 "%40, %41, %42, %43, %44, %45, %46, %47"
-#define TEXT_48 "%48, %49, %50, %51, %52, %53, %54, %55"
-#define TEXT_56 "%56, %57, %58, %59, %60, %61, %62, %63"
-#define TEXT_64 "%64, %65, %66, %67, %68, %69, %70, %71"
-#define TEXT_72 "%72, %73, %74, %75, %76, %77, %78, %79"
-#define TEXT8 TEXT_0
-#define TEXT16 TEXT8 ", " TEXT_8
-#define TEXT24 TEXT16 ", " TEXT_16
-#define TEXT32 TEXT24 ", " TEXT_24
-#define TEXT40 TEXT32 ", " TEXT_32
-#define TEXT48 TEXT40 ", " TEXT_40
-#define TEXT56 TEXT48 ", " TEXT_48
-#define TEXT64 TEXT56 ", " TEXT_56
-#define TEXT72 TEXT64 ", " TEXT_64
+#define TEXT8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TEXT16 TEXT8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define TEXT24 TEXT16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define TEXT32 TEXT24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define TEXT40 TEXT32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define TEXT48 TEXT40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define TEXT56 TEXT48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define TEXT64 TEXT56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define TEXT72 TEXT64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define EIGHT(i)                                                                                        \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -81,5 +71,23 @@ WGMMA(144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78")
 #undef WGMMA
 #undef WGMMA_OF
 #undef EIGHT
+#undef TEXT8
+#undef TEXT16
+#undef TEXT24
+#undef TEXT32
+#undef TEXT40
+#undef TEXT48
+#undef TEXT56
+#undef TEXT64
+#undef TEXT72
+#undef REGISTERS8
+#undef REGISTERS16
+#undef REGISTERS24
+#undef REGISTERS32
+#undef REGISTERS40
+#undef REGISTERS48
+#undef REGISTERS56
+#undef REGISTERS64
+#undef REGISTERS72
 
 }  // namespace videoattn::hopper
