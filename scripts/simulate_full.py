@@ -17,6 +17,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -29,40 +30,52 @@ from videoattn.kernels import library
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What the cases of a folder depend on besides their modules: kernels and their includes, planner, simulator.
-COMMON = tuple(f"csrc/common/{name}.cuh" for name in ("layouts", "ptx", "softmax"))
-PLANNER = tuple(f"csrc/{path}" for path in ("api.h", "common/plan.h", "common/plan.cpp", "common/merge.h"))
+# What the cases of a folder depend on besides their modules: kernels, planner, simulator. And what those include.
+PLANNER = ("csrc/common/plan.cpp", "csrc/common/merge.cu")
 PYTHON = tuple(f"videoattn/kernels/{name}.py" for name in ("abi", "accuracy", "native", "plan", "simulated"))
-SHARED = (*COMMON, "videoattn/ptxsim", "videoattn/kernels/ptxas.py")
+SHARED = ("videoattn/ptxsim", "videoattn/kernels/ptxas.py")
 CASES = {
     "tests/ladder": ("csrc/ladder", *SHARED),
-    "tests/blackwell": ("csrc/blackwell", "csrc/common/merge.cu", *PLANNER, *PYTHON, *SHARED),
+    "tests/blackwell": ("csrc/blackwell", *PLANNER, *PYTHON, *SHARED),
 }
 COMMENT = re.compile(rb"//.*")
 IMPORT = re.compile(r"^from (tests\.[\w.]+) import", re.MULTILINE)
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 DONE = ROOT / "build" / "simulate_full"
 
 
-def modules(path: Path) -> set[Path]:
-    """A test module and the modules of `tests` that it imports, and those import."""
+def closure(paths: Iterable[Path], needs: Callable[[Path], Iterable[Path]]) -> set[Path]:
+    """Files, what they need, and what that needs."""
     found: set[Path] = set()
-    pending = [path]
+    pending = list(paths)
     while pending:
-        module = pending.pop()
-        if module not in found:
-            found.add(module)
-            names = IMPORT.findall(module.read_text())
-            pending += [ROOT / (name.replace(".", "/") + ".py") for name in names]
+        path = pending.pop()
+        if path not in found:
+            found.add(path)
+            pending += needs(path)
     return found
+
+
+def imported(module: Path) -> list[Path]:
+    """The modules of `tests` that a test module imports."""
+    return [ROOT / (name.replace(".", "/") + ".py") for name in IMPORT.findall(module.read_text())]
+
+
+def included(source: Path) -> list[Path]:
+    """What a CUDA or C++ file includes of csrc."""
+    if source.suffix not in library.SUFFIXES:
+        return []
+    return [(source.parent / name).resolve() for name in INCLUDE.findall(source.read_text())]
 
 
 @cache
 def source_key(path: Path) -> str:
     """Hash of all that the cases of a test module are about, less comments in csrc."""
     folder = str(path.parent.relative_to(ROOT))
-    files = modules(path)
+    sources: set[Path] = set()
     for top in (ROOT / place for place in CASES[folder]):
-        files |= {top} if top.is_file() else {file for file in top.rglob("*") if file.is_file()}
+        sources |= {top} if top.is_file() else {file for file in top.rglob("*") if file.is_file()}
+    files = closure([path], imported) | closure(sources, included)
     digest = hashlib.sha256(library.find_compiler().version.encode())
     for file in sorted(files):
         if file.suffix not in {".pyc", ".md"}:
