@@ -30,7 +30,7 @@ from videoattn.kernels import library
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What the cases of a folder depend on besides their modules: kernels, planner, simulator. And what those include.
+# What the cases of a folder depend on besides their modules: kernels, planner, simulator, and their includes.
 PLANNER = ("csrc/common/plan.cpp", "csrc/common/merge.cu")
 PYTHON = tuple(f"videoattn/kernels/{name}.py" for name in ("abi", "accuracy", "native", "plan", "simulated"))
 SHARED = ("videoattn/ptxsim", "videoattn/kernels/ptxas.py")
