@@ -29,6 +29,7 @@ import torch
 
 from videoattn import kernels
 from videoattn.kernels import library
+from videoattn.shape import EXACT, fit, parse
 
 if TYPE_CHECKING:
     from videoattn.dispatch import AttentionCall
@@ -69,6 +70,8 @@ class Verdict:
     Not `final`: the check could not run, which says nothing about the kernel and is not kept.
     """
 
+    __pydantic_config__ = EXACT
+
     passed: bool
     detail: str
     final: bool = True
@@ -99,8 +102,8 @@ _known: dict[Subject, Verdict] = {}
 def recall(subject: Subject) -> Verdict | None:
     """The remembered verdict, None if there is none that can be read."""
     try:
-        return Verdict(**json.loads(subject.path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return fit(Verdict, parse(subject.path.read_bytes()))
+    except (OSError, ValueError):
         return _known.get(subject)
 
 

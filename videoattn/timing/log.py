@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from videoattn.shape import EXACT, fit, parse, shown
+
 Mark = Literal["launch gap", "graph capture"]
 
 
@@ -20,6 +22,8 @@ class ArmTime:
     where either time carries a mark. `max_abs_diff` is max|kernel's output − arm's output|; a difference that
     is not finite is None with `finite` false. `reason` says why the arm did not run; then the rest is None.
     """
+
+    __pydantic_config__ = EXACT
 
     milliseconds: float | None = None
     ratio: float | None = None
@@ -40,6 +44,8 @@ class CallRow:
     call was so short that an event pair measured the wait for its launch, `graph capture` when it went into
     a CUDA graph, where a call has no time of its own.
     """
+
+    __pydantic_config__ = EXACT
 
     clip: str | None
     stage: str | None
@@ -73,6 +79,8 @@ class CallRow:
 class StageTime:
     """Wall seconds of one stage of one clip, and how many of them the shadow arms took."""
 
+    __pydantic_config__ = EXACT
+
     clip: str | None
     stage: str | None
     seconds: float
@@ -85,6 +93,8 @@ class ForwardTime:
 
     `replayed_calls` counts the attention calls that it replayed as a CUDA graph: these have no rows.
     """
+
+    __pydantic_config__ = EXACT
 
     clip: str | None
     stage: str | None
@@ -99,6 +109,8 @@ class TimingLog:
 
     `around` says what ran otherwise than in diffusers besides the calls, empty where nothing did.
     """
+
+    __pydantic_config__ = EXACT
 
     device: str
     version: str
@@ -141,28 +153,31 @@ def load(path: str | os.PathLike[str]) -> TimingLog:
     with Path(path).open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
-                line = json.loads(text.decode("utf-8"))
-                kind = line.pop("type")
+                line = parse(text)
+                if not isinstance(line, dict):
+                    raise ValueError("it is no object")
+                kind = line.pop("type", None)
+                if kind == "run" and log is not None:
+                    raise ValueError("only the first line has the type 'run'")
                 if kind == "run":
-                    log = TimingLog(**{**line, "compare": tuple(line["compare"])})
+                    log = fit(TimingLog, line)
                 elif log is None:
                     raise ValueError("the first line must have the type 'run'")
                 else:
                     _append(log, kind, line)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f"{path}, line {number}: not a line of a timing log ({error})") from error
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not a line of a timing log ({error})") from None
     if log is None:
         raise ValueError(f"{path} is empty: not a timing log")
     return log
 
 
-def _append(log: TimingLog, kind: str, line: dict[str, Any]) -> None:
+def _append(log: TimingLog, kind: Any, line: dict[str, Any]) -> None:
     if kind == "call":
-        arms = {name: ArmTime(**arm) for name, arm in line.pop("arms").items()}
-        log.rows.append(CallRow(**line, arms=arms))
+        log.rows.append(fit(CallRow, line))
     elif kind == "stage":
-        log.stages.append(StageTime(**line))
+        log.stages.append(fit(StageTime, line))
     elif kind == "forward":
-        log.forwards.append(ForwardTime(**line))
+        log.forwards.append(fit(ForwardTime, line))
     else:
-        raise ValueError(f"unknown type {kind!r}")
+        raise ValueError(f"unknown type {shown(kind)}")
