@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from videoattn.shape import EXACT, fit, parse, shown
+
 from .errors import LaunchError
 from .ladder import LADDER, Outcome, compile_step, find_step, load_steps, run_step
-from .launch import Device, Module, Report
+from .launch import Device, Module, Report, triple
 from .memory import Buffer
 from .schedule import Schedule
 from .tensormap import TensorMap
@@ -27,6 +29,55 @@ _ARRAY_TYPES = {
     "u32": np.uint32,
     "s32": np.int32,
 }
+
+
+@dataclass(slots=True)
+class BufferSpec:
+    """A buffer of a launch file: a .npy file, or a type and a shape with what fills it."""
+
+    __pydantic_config__ = EXACT
+
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    fill: Any = 0
+    seed: int = 0
+    file: str | None = None
+    save: str | None = None
+
+
+@dataclass(slots=True)
+class MapSpec:
+    """A tensor map of a launch file: its buffer, and what TensorMap takes."""
+
+    __pydantic_config__ = EXACT
+
+    buffer: str
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: str = "none"
+    l2_promotion: str = "none"
+    oob: str = "zero"
+    element_strides: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class LaunchFile:
+    """A launch file; sizes and arguments are checked where they are used, which says more."""
+
+    __pydantic_config__ = EXACT
+
+    entry: str | None = None
+    grid: Any = 1
+    block: Any = 1
+    cluster: Any = 1
+    dynamic_smem: int = 0
+    arch: str | None = None
+    registers: int | None = None
+    roles: dict[str, tuple[int, ...]] | None = None
+    args: list[Any] = field(default_factory=list)
+    buffers: dict[str, BufferSpec] = field(default_factory=dict)
 
 
 def _schedule(text: str) -> Schedule:
@@ -122,37 +173,45 @@ def run(
     """
     config = _load(launch)
     _require_place(timeline)
-    for spec in config.get("buffers", {}).values():
-        _require_place(launch.parent / spec["save"] if "save" in spec else None)
+    for spec in config.buffers.values():
+        _require_place(None if spec.save is None else launch.parent / spec.save)
     module = Module.from_ptx(_text(file))
-    device = Device(config.get("arch", _device_for(module.target)))
-    buffers = {n: _buffer(device, n, b, launch.parent) for n, b in config.get("buffers", {}).items()}
-    args = [_argument(a, buffers) for a in config.get("args", [])]
-    names = config.get("entry") or next(iter(module.entries), "")
     order = _schedule(schedule)
-    _slows_somebody(order, int(np.prod(config.get("block", 1))))
-    report = device.launch(
-        module.entry(names),
-        grid=config.get("grid", 1),
-        block=config.get("block", 1),
-        cluster=config.get("cluster", 1),
-        dynamic_smem=config.get("dynamic_smem", 0),
-        args=args,
-        schedule=order,
-        registers=config.get("registers"),
-        roles=config.get("roles"),
-        trace=trace or timeline is not None,
-    )
+    with _named(launch):
+        device = Device(_device_for(module.target) if config.arch is None else config.arch)
+        buffers = {n: _buffer(device, n, b, launch.parent) for n, b in config.buffers.items()}
+        args = [_argument(a, buffers) for a in config.args]
+        _slows_somebody(order, math.prod(triple(config.block, "block")))
+        report = device.launch(
+            module.entry(config.entry or next(iter(module.entries), "")),
+            grid=config.grid,
+            block=config.block,
+            cluster=config.cluster,
+            dynamic_smem=config.dynamic_smem,
+            args=args,
+            schedule=order,
+            registers=config.registers,
+            roles=config.roles,
+            trace=trace or timeline is not None,
+        )
     print(report)
     for role, counts in report.counts.items():
         top = ", ".join(f"{opcode} {n}" for opcode, n in counts.most_common(8))
         print(f"{role}: {sum(counts.values())} instructions; {top}")
-    for name, spec in config.get("buffers", {}).items():
-        if "save" in spec:
-            with _written(place := launch.parent / spec["save"]):
+    for name, spec in config.buffers.items():
+        if spec.save is not None:
+            with _written(place := launch.parent / spec.save):
                 np.save(place, buffers[name].download())
     _finish(report, trace, timeline)
     return int(bool(report.findings))
+
+
+@contextmanager
+def _named(launch: Path) -> Iterator[None]:
+    try:
+        yield
+    except LaunchError as error:
+        raise LaunchError(f"{launch}: {error}") from None
 
 
 def _existing(path: Path) -> Path:
@@ -195,30 +254,24 @@ def _written(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LaunchError(f"cannot write {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise LaunchError(f"cannot write {str(path)!r}: {error}") from None
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> LaunchFile:
     try:
-        data = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise LaunchError(f"{path} is not JSON: line {error.lineno}: {error.msg}") from None
+        data = parse(_text(path))
+    except ValueError as error:
+        raise LaunchError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise LaunchError(f"{path} holds no object")
-    known = {
-        "entry",
-        "grid",
-        "block",
-        "cluster",
-        "dynamic_smem",
-        "arch",
-        "registers",
-        "roles",
-        "args",
-        "buffers",
-    }
-    if extra := set(data) - known:
-        raise LaunchError(f"{path}: unknown key {sorted(extra)[0]!r}; known are {', '.join(sorted(known))}")
-    return data
+    known = sorted(LaunchFile.__dataclass_fields__)
+    if extra := sorted(data.keys() - set(known)):
+        raise LaunchError(f"{path}: unknown key {extra[0]!r}; known are {', '.join(known)}")
+    try:
+        return fit(LaunchFile, data)
+    except ValueError as error:
+        raise LaunchError(f"{path}: {error}") from None
 
 
 def _device_for(target: str) -> str:
@@ -227,9 +280,9 @@ def _device_for(target: str) -> str:
     )
 
 
-def _buffer(device: Device, name: str, spec: dict, folder: Path) -> Buffer:
-    if "file" in spec:
-        path = _existing(folder / spec["file"])
+def _buffer(device: Device, name: str, spec: BufferSpec, folder: Path) -> Buffer:
+    if spec.file is not None:
+        path = _existing(folder / spec.file)
         try:
             values = np.load(path, allow_pickle=False)
         except (ValueError, EOFError, OSError):
@@ -237,46 +290,64 @@ def _buffer(device: Device, name: str, spec: dict, folder: Path) -> Buffer:
         if not isinstance(values, np.ndarray):
             raise LaunchError(f"buffer {name}: {path} is no .npy file of one array of numbers")
         return device.upload(values, name)
-    if spec.get("dtype") not in _ARRAY_TYPES:
-        raise LaunchError(
-            f"buffer {name}: dtype {spec.get('dtype')!r} is not one of {', '.join(_ARRAY_TYPES)}"
-        )
-    dtype, shape, fill = _ARRAY_TYPES[spec["dtype"]], tuple(spec.get("shape", ())), spec.get("fill", 0)
-    if not shape or math.prod(shape) < 1:
-        raise LaunchError(f"buffer {name}: shape {shape} is not a list of positive sizes")
+    if spec.dtype not in _ARRAY_TYPES:
+        raise LaunchError(f"buffer {name}: dtype {spec.dtype!r} is not one of {', '.join(_ARRAY_TYPES)}")
+    if not spec.shape or min(spec.shape) < 1:
+        raise LaunchError(f"buffer {name}: shape {spec.shape} is not a list of positive sizes")
+    if spec.seed < 0:
+        raise LaunchError(f"buffer {name}: seed {spec.seed} is below 0")
+    try:
+        values = _filled(name, spec, spec.dtype)
+    except (ValueError, MemoryError):
+        raise LaunchError(f"buffer {name}: no memory for the shape {spec.shape}") from None
+    return device.upload(values, name)
+
+
+def _filled(name: str, spec: BufferSpec, kind: str) -> np.ndarray:
+    dtype, shape, fill = _ARRAY_TYPES[kind], spec.shape, spec.fill
     if fill == "poison":
-        return device.upload(
-            np.full(math.prod(shape) * np.dtype(dtype).itemsize, 0x7F, np.uint8).view(dtype).reshape(shape),
-            name,
-        )
+        return np.full(math.prod(shape) * np.dtype(dtype).itemsize, 0x7F, np.uint8).view(dtype).reshape(shape)
+    real = kind in ("bf16", "f16", "f32")
+    limits = np.finfo(np.float16 if kind == "f16" else np.float32) if real else np.iinfo(dtype)
     if fill == "normal":
-        values = np.random.default_rng(spec.get("seed", 0)).standard_normal(shape).astype(np.float32)
+        values = np.random.default_rng(spec.seed).standard_normal(shape).astype(np.float32)
+    elif isinstance(fill, bool) or not isinstance(fill, (int, float)):
+        raise LaunchError(f"buffer {name}: fill {shown(fill)} is not a number, normal or poison")
+    elif not float(limits.min) <= fill <= float(limits.max) or not (real or float(fill).is_integer()):
+        raise LaunchError(f"buffer {name}: {kind} cannot hold the fill {fill}")
     else:
-        values = np.full(shape, fill, np.float32 if spec["dtype"] in ("bf16", "f16", "f32") else dtype)
-    if spec["dtype"] == "bf16":
+        values = np.full(shape, fill, np.float32 if real else dtype)
+    if kind == "bf16":
         from .scalar import f32_to_bf16
 
-        return device.upload(f32_to_bf16(values), name)
-    return device.upload(values.astype(dtype), name)
+        return f32_to_bf16(values)
+    return values.astype(dtype)
 
 
 def _argument(spec: Any, buffers: dict[str, Buffer]):
     if isinstance(spec, (int, float)):
         return spec
     if not isinstance(spec, dict) or len(spec) != 1:
-        raise LaunchError(f"argument {spec!r} is not a number, bytes, buffer or tensor_map")
+        raise LaunchError(f"argument {shown(spec)} is not a number, bytes, buffer or tensor_map")
     ((kind, value),) = spec.items()
-    if kind == "bytes":
-        return bytes.fromhex(value)
-    name = value if kind == "buffer" else value.get("buffer") if kind == "tensor_map" else None
-    if name not in buffers:
-        raise LaunchError(f"argument {spec!r}: no buffer {name!r}; there are {', '.join(buffers) or 'none'}")
-    if kind == "buffer":
-        return buffers[name]
-    fields = {k: v for k, v in value.items() if k != "buffer"}
+    if kind == "bytes" and isinstance(value, str):
+        try:
+            return bytes.fromhex(value)
+        except ValueError:
+            raise LaunchError(f"argument bytes {shown(value)} is not hexadecimal") from None
+    if kind == "buffer" and isinstance(value, str):
+        return _known(value, buffers)
+    if kind != "tensor_map":
+        raise LaunchError(f"argument {kind!r}: {shown(value)} is not a number, bytes, buffer or tensor_map")
     try:
-        return TensorMap(buffers[name], **fields)
-    except TypeError as error:
-        raise LaunchError(
-            f"tensor_map of {name}: {str(error).replace('TensorMap.__init__() ', '')}"
-        ) from None
+        given = fit(MapSpec, value)
+    except ValueError as error:
+        raise LaunchError(f"argument tensor_map: {error}") from None
+    fields = {name: part for name, part in asdict(given).items() if name != "buffer"}
+    return TensorMap(_known(given.buffer, buffers), **fields)
+
+
+def _known(name: str, buffers: dict[str, Buffer]) -> Buffer:
+    if name not in buffers:
+        raise LaunchError(f"argument: no buffer {name!r}; there are {', '.join(buffers) or 'none'}")
+    return buffers[name]

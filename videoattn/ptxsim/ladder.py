@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from videoattn.kernels.library import SOURCES
+from videoattn.shape import fit, parse
 
 from .errors import LaunchError
 from .launch import Device, Kernel, Module, Report
@@ -25,6 +25,16 @@ LADDER = SOURCES / "ladder"
 
 
 @dataclass(frozen=True)
+class StepMap:
+    """A tensor map of a step: of which tensor, and what TensorMap takes."""
+
+    tensor: Literal["q", "k", "v"]
+    box: tuple[int, ...]
+    swizzle: str
+    l2_promotion: str
+
+
+@dataclass(frozen=True)
 class Step:
     """One kernel of steps.json: where it is, how it is launched, what its maps look like."""
 
@@ -32,14 +42,28 @@ class Step:
     source: Path
     kernel: str
     arch: tuple[str, ...]
-    dtype: str
+    dtype: Literal["bf16", "fp16"]
     q_rows_per_cta: int
     kv_rows_per_tile: int
     persistent: bool
     block: int
     dynamic_smem: int
-    maps: dict
+    maps: dict[str, StepMap]
     args: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.arch:
+            raise ValueError("arch names no architecture")
+        if min(self.q_rows_per_cta, self.kv_rows_per_tile, self.block) < 1:
+            raise ValueError("q_rows_per_cta, kv_rows_per_tile and block are at least 1")
+        if unknown := set(self.args) - {*self.maps, "out", "q_len", "kv_len", "work_items"}:
+            raise ValueError(f"there is no argument {min(unknown)!r}")
+
+
+@dataclass(frozen=True)
+class _Table:
+    steps: tuple[Step, ...]
+    branches: tuple[Step, ...] = ()
 
 
 @dataclass
@@ -68,25 +92,15 @@ class Outcome:
 
 
 def load_steps(folder: Path = LADDER) -> list[Step]:
-    """The ladder's steps and branches in order; raises LaunchError when the folder holds no steps.json."""
+    """The ladder's steps and branches in order; raises LaunchError where steps.json is missing or wrong."""
     table = folder / "steps.json"
     if not table.exists():
         raise LaunchError(f"{table} does not exist; give the folder that holds steps.json")
-    data = json.loads(table.read_text())
-    steps = []
-    for row in [*data["steps"], *data.get("branches", [])]:
-        row = {k: v for k, v in row.items() if k in Step.__dataclass_fields__}
-        steps.append(
-            Step(
-                **{
-                    **row,
-                    "source": folder / row["source"],
-                    "arch": tuple(row["arch"]),
-                    "args": tuple(row["args"]),
-                }
-            )
-        )
-    return steps
+    try:
+        data = fit(_Table, parse(table.read_bytes()))
+    except ValueError as error:
+        raise LaunchError(f"{table} is no table of steps: {error}") from None
+    return [replace(step, source=folder / step.source) for step in (*data.steps, *data.branches)]
 
 
 def find_step(steps: list[Step], name: str) -> Step:
@@ -168,10 +182,10 @@ def run_step(step: Step, module: Module | Kernel, *, heads: int = 1, q_len: int 
     items = heads * q_len // step.q_rows_per_cta
     values: dict[str, object] = {"out": out, "q_len": q_len, "kv_len": kv_len, "work_items": items}
     for name, m in step.maps.items():
-        buf = buffers[m["tensor"]]
-        rows = heads * (q_len if m["tensor"] == "q" else kv_len)
-        values[name] = TensorMap(buf, dtype=element, dims=(128, rows), strides=(256,), box=m["box"],
-                                 swizzle=m["swizzle"], l2_promotion=m["l2_promotion"])  # fmt: skip
+        buf = buffers[m.tensor]
+        rows = heads * (q_len if m.tensor == "q" else kv_len)
+        values[name] = TensorMap(buf, dtype=element, dims=(128, rows), strides=(256,), box=m.box,
+                                 swizzle=m.swizzle, l2_promotion=m.l2_promotion)  # fmt: skip
     grid = min(items, ctas or device.sm_count) if step.persistent else items
     kernel = module.entry(step.kernel) if isinstance(module, Module) else module
     report = device.launch(

@@ -26,6 +26,7 @@ from .tensormap import TensorMap
 from .trace import Trace
 
 REGISTER_FILE = 65536
+GRID_LIMITS = (2**31 - 1, 65535, 65535)  # CUDA C++ Programming Guide, technical specifications
 ARCHITECTURES = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 
 
@@ -169,9 +170,11 @@ class Device:
         """
         program = kernel.program(trace)
         grid, block, cluster = (
-            _triple(x, n) for x, n in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
+            triple(x, n) for x, n in ((grid, "grid"), (block, "block"), (cluster, "cluster"))
         )
         self._check(kernel, grid, block, cluster, registers)
+        if dynamic_smem < 0:
+            raise LaunchError(f"{dynamic_smem} bytes of dynamic shared memory; must be 0 or more")
         params, keep = _pack(kernel.entry, args)
         schedule = schedule or Schedule.early()
         machine = Machine(program, grid, block, cluster, dynamic_smem, params, schedule, self, registers)
@@ -202,6 +205,8 @@ class Device:
             raise LaunchError(
                 f"{threads} threads of {registers} registers; an SM has {REGISTER_FILE} registers"
             )
+        if any(size > limit for size, limit in zip(grid, GRID_LIMITS, strict=True)):
+            raise LaunchError(f"grid {grid} is larger than {GRID_LIMITS}")
         if any(g % c for g, c in zip(grid, cluster, strict=True)):
             raise LaunchError(f"grid {grid} is not a multiple of the cluster {cluster}")
         if cluster[0] * cluster[1] * cluster[2] > 16:
@@ -223,7 +228,8 @@ class Device:
             raise LaunchError(f"{kernel.name} is built for {target}, the device is {self.arch}")
 
 
-def _triple(value, name: str) -> tuple[int, int, int]:
+def triple(value, name: str) -> tuple[int, int, int]:
+    """Up to three sizes as three; raises LaunchError."""
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     if len(items) > 3 or any(type(item) is not int or item < 1 for item in items):
         raise LaunchError(f"{name} {value!r} is not up to three positive sizes")
@@ -265,7 +271,7 @@ def _argument(i: int, p: Variable, value) -> bytes:
         value = int(value)
     if isinstance(value, (int, np.integer)):
         if p.type in ("f32", "f64"):
-            return struct.pack("<f" if p.type == "f32" else "<d", float(value))
+            return _float_bytes(what, p.type == "f32", value)
         if p.type not in _INT or p.size > 8 or (p.type == "b8" and p.size > 1):
             raise LaunchError(f"{what} cannot hold the integer {value}; give bytes")
         if not -(2 ** (8 * p.size - 1)) <= value < 2 ** (8 * p.size):
@@ -274,10 +280,17 @@ def _argument(i: int, p: Variable, value) -> bytes:
     if isinstance(value, (float, np.floating)):
         if p.type not in ("f32", "f64", "b32", "b64"):
             raise LaunchError(f"{what} cannot hold the float {value}")
-        return struct.pack("<f" if p.size == 4 else "<d", float(value))
+        return _float_bytes(what, p.size == 4, value)
     raise LaunchError(
         f"{what}: a {type(value).__name__} cannot be passed; use Buffer, TensorMap, int, float or bytes"
     )
+
+
+def _float_bytes(what: str, single: bool, value: float | np.integer | np.floating) -> bytes:
+    try:
+        return struct.pack("<f" if single else "<d", float(value))
+    except OverflowError:
+        raise LaunchError(f"{what} cannot hold {value}") from None
 
 
 def _counts(program: Program, machine: Machine, roles) -> tuple[dict[str, Counter], int]:

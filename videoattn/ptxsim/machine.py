@@ -64,18 +64,12 @@ class Machine:
         self._lay_out_memory()
         cx, cy, cz = cluster
         gx, gy, gz = grid
-        self.pending = deque(
-            [
-                [
-                    (x * cx + i, y * cy + j, z * cz + k)
-                    for k in range(cz)
-                    for j in range(cy)
-                    for i in range(cx)
-                ]
-                for z in range(gz // cz)
-                for y in range(gy // cy)
-                for x in range(gx // cx)
-            ]
+        # One by one: of a grid that never ends in time few are ever needed.
+        self.pending = (
+            [(x * cx + i, y * cy + j, z * cz + k) for k in range(cz) for j in range(cy) for i in range(cx)]
+            for z in range(gz // cz)
+            for y in range(gy // cy)
+            for x in range(gx // cx)
         )
         self.clusters: list[Cluster] = []
         self.clusters_started = 0
@@ -321,12 +315,12 @@ class Machine:
         self.soft_misses = 0
 
     def _start_cluster(self) -> bool:
-        if not self.pending:
+        if (ctas := next(self.pending, None)) is None:
             return False
         for cl in [c for c in self.clusters if all(cta.exited for cta in c.ctas)]:
             self._collect(cl)
             self.clusters.remove(cl)
-        self.clusters.append(Cluster(self, self.pending.popleft()))
+        self.clusters.append(Cluster(self, ctas))
         return True
 
     def _collect(self, cluster: Cluster) -> None:
