@@ -188,7 +188,7 @@ def show(clip: Path, /, *, json: bool = False) -> None:
     for name in ("context_parallel", "fast", "device"):
         if description.get(name):
             table.add_row(name, Text(str(description[name])))
-    table.add_row("versions", Text(", ".join(f"{k} {v}" for k, v in description["versions"].items())))
+    table.add_row("versions", Text(", ".join(f"{k} {v}" for k, v in description.get("versions", {}).items())))
     for kind, choice in (description.get("receipt") or {}).items():
         table.add_row(kind, Text(choice["kernel"]))
     out.print(table)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 import statistics
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from videoattn.batch.plan import Planned
 from videoattn.batch.view import cost
@@ -17,10 +17,10 @@ from videoattn.jobs import JobState, StoreReader
 from videoattn.render.checks import expected_bytes
 from videoattn.render.job import RenderJob
 from videoattn.render.settings import SIGMAS_FULL, SIGMAS_HALF, forwards_per_step, is_guided
+from videoattn.render.sources import compression, vae_config
 
 _TEXT_TOKENS = {"ltx": 128, "ltx2": 1024}
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-_STORED_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
 # Assumed share of the device's measured GEMM rate that a whole denoise step reaches.
 _EFFICIENCY = 0.4
 # A poster is a PNG of natural content: about two thirds of its raw size.
@@ -82,10 +82,7 @@ def _paces(output: Path) -> dict[str, float]:
     return {model: statistics.median(each) for model, each in seen.items()}
 
 
-def _predicted_seconds(planned: Planned, device: str) -> float | None:
-    config = _config(planned.prepared.source.folder, "transformer")
-    if config is None:
-        return None
+def _predicted_seconds(planned: Planned, device: str) -> float:
     job = planned.job
     samples = forwards_per_step(job) + is_guided(job)
     tokens = _tokens(planned)
@@ -93,29 +90,22 @@ def _predicted_seconds(planned: Planned, device: str) -> float | None:
         steps = [(len(SIGMAS_HALF), tokens // 4), (len(SIGMAS_FULL), tokens)]
     else:
         steps = [(job.num_inference_steps or 1, tokens)]
-    flops = sum(number * samples * _forward_flops(config, planned, count) for number, count in steps)
+    flops = sum(number * samples * _forward_flops(planned, count) for number, count in steps)
     return flops / (_gemm_rate(device, _dtype(job, device)) * _EFFICIENCY)
 
 
-def _forward_flops(config: dict[str, Any], planned: Planned, tokens: int) -> float:
+def _forward_flops(planned: Planned, tokens: int) -> float:
     """Matrix FLOPs of one transformer forward for one sample; sound is left out."""
-    width = config["num_attention_heads"] * config["attention_head_dim"]
+    width = math.prod(planned.prepared.info.video_heads)
     text = _TEXT_TOKENS[planned.prepared.info.family]
     linear = 2 * tokens * 14 * width**2 + 2 * text * 2 * width**2
     attention = 4 * tokens * (tokens + text) * width
-    return config["num_layers"] * float(linear + attention)
+    return planned.prepared.info.layers * float(linear + attention)
 
 
 def _tokens(planned: Planned) -> int:
-    job, info = planned.job, planned.prepared.info
-    config = _config(planned.prepared.source.folder, "vae") or {}
-    scaling = config.get("spatio_temporal_scaling")
-    pixels, frames = info.grid.pixels, info.grid.frames
-    if isinstance(scaling, list):
-        pixels = config.get("patch_size", 1) * 2 ** sum(map(bool, scaling))
-        frames = config.get("patch_size_t", 1) * 2 ** sum(map(bool, scaling))
-    pixels = config.get("spatial_compression_ratio") or pixels
-    frames = config.get("temporal_compression_ratio") or frames
+    job = planned.job
+    pixels, frames = _compression(planned.prepared.source.folder)
     width, height, count = job.width or 1, job.height or 1, job.num_frames or 1
     return (width // pixels) * (height // pixels) * ((count - 1) // frames + 1)
 
@@ -124,14 +114,13 @@ def _memory_bytes(planned: Planned, device: str) -> int | None:
     """The larger of denoising and decoding: weights on the device and the activations beside them."""
     job, folder = planned.job, planned.prepared.source.folder
     transformer, vae, text = (_parameters(folder / part) for part in ("transformer", "vae", "text_encoder"))
-    config = _config(folder, "transformer")
-    if not transformer or not vae or config is None:
+    if not transformer or not vae or text is None:
         return None
     item = _ITEM_BYTES[_dtype(job, device)]
     weights = transformer * (1 if job.dtype == "fp8" else item)
     if job.offload == "group":
-        weights //= config["num_layers"]
-    width = config["num_attention_heads"] * config["attention_head_dim"]
+        weights //= planned.prepared.info.layers
+    width = math.prod(planned.prepared.info.video_heads)
     samples = 1 + is_guided(job)
     activations = samples * _tokens(planned) * width * item * _ACTIVATIONS
     denoise = weights + activations
@@ -146,25 +135,21 @@ def _memory_bytes(planned: Planned, device: str) -> int | None:
 
 
 @cache
-def _config(folder: Path, part: str) -> dict[str, Any] | None:
-    try:
-        return json.loads((folder / part / "config.json").read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
+def _compression(folder: Path) -> tuple[int, int]:
+    return compression(vae_config(folder))
 
 
 @cache
-def _parameters(folder: Path) -> int:
-    """Parameters of a component, from the headers of its safetensors files; 0 when there are none."""
+def _parameters(folder: Path) -> int | None:
+    """Parameters of a component by the headers of its safetensors files; None if one of them is damaged."""
     total = 0
     for path in folder.glob("*.safetensors"):
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                first, last = tensor["data_offsets"]
-                total += (last - first) // _STORED_BYTES.get(tensor["dtype"], 2)
+        try:
+            with safe_open(path, framework="np") as file:
+                names = file.keys()
+                total += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+        except (SafetensorError, OSError):
+            return None
     return total
 
 

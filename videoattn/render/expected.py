@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from videoattn.render.checks import Prepared
 from videoattn.render.job import RenderJob
 from videoattn.render.settings import SIGMAS_FULL, SIGMAS_HALF, is_guided, isolates, perturbs
-from videoattn.render.sources import compression
+from videoattn.render.sources import (
+    Size,
+    TransformerConfig,
+    compression,
+    read_config,
+    transformer_config,
+    vae_config,
+)
 
 # Downsampling of the mel spectrogram in AutoencoderKLLTX2Audio, which its config does not carry.
 AUDIO_DOWNSAMPLE = 4
@@ -37,22 +45,38 @@ class Forward(NamedTuple):
     isolated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AudioVaeConfig:
+    """What is read of audio_vae/config.json."""
+
+    sample_rate: Size
+    mel_hop_length: Size
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorsConfig:
+    """What is read of connectors/config.json."""
+
+    video_connector_num_attention_heads: Size
+    video_connector_attention_head_dim: Size
+    video_connector_num_layers: Size
+    audio_connector_num_attention_heads: Size
+    audio_connector_attention_head_dim: Size
+    audio_connector_num_layers: Size
+
+
 def expected_calls(prepared: Prepared) -> Counter[CallShape]:
     """How often each call happens in one clip of a resolved job."""
     folder, family = prepared.source.folder, prepared.info.family
-    configs: dict[str, dict[str, Any]] = {
-        path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/config.json")
-    }
+    transformer = transformer_config(folder)
     calls: Counter[CallShape] = Counter()
     for stage, steps, scale in _stages(prepared.job):
-        lengths = _lengths(prepared.job, configs, family, scale)
+        lengths = _lengths(prepared.job, folder, family, scale)
         for forward in _forwards(prepared.job):
-            for shape, count in _forward_calls(
-                configs["transformer"], family, stage, forward, lengths
-            ).items():
+            for shape, count in _forward_calls(transformer, family, stage, forward, lengths).items():
                 calls[shape] += count * steps
         if family == "ltx2":
-            calls.update(_connector_calls(configs["connectors"], stage, 1 + is_guided(prepared.job)))
+            calls.update(_connector_calls(folder, stage, 1 + is_guided(prepared.job)))
     return +calls
 
 
@@ -73,33 +97,34 @@ def _forwards(job: RenderJob) -> list[Forward]:
     return forwards
 
 
-def _lengths(job: RenderJob, configs: dict[str, dict[str, Any]], family: str, scale: int) -> dict[str, int]:
+def _lengths(job: RenderJob, folder: Path, family: str, scale: int) -> dict[str, int]:
     assert job.width is not None
     assert job.height is not None
     assert job.num_frames is not None
     assert job.frame_rate is not None
-    space, span = compression(configs["vae"])
-    step = space * scale * configs["transformer"].get("patch_size", 1)
+    space, span = compression(vae_config(folder))
+    step = space * scale * transformer_config(folder).patch_size
     frames = (job.num_frames - 1) // span + 1
     lengths = {"video": frames * (job.height // step) * (job.width // step), "text": TEXT_TOKENS[family]}
     if family == "ltx2":
-        audio = configs["audio_vae"]
-        per_second = audio["sample_rate"] / audio["mel_hop_length"] / AUDIO_DOWNSAMPLE
+        path = folder / "audio_vae" / "config.json"
+        audio = read_config(AudioVaeConfig, path, f"{folder} lacks audio_vae/config.json")
+        per_second = audio.sample_rate / audio.mel_hop_length / AUDIO_DOWNSAMPLE
         lengths["audio"] = round(job.num_frames / float(job.frame_rate) * per_second)
     return lengths
 
 
 def _forward_calls(
-    config: dict[str, Any], family: str, stage: str, forward: Forward, length: dict[str, int]
+    config: TransformerConfig, family: str, stage: str, forward: Forward, length: dict[str, int]
 ) -> Counter[CallShape]:
-    layers = config["num_layers"]
-    video = config["num_attention_heads"], config["attention_head_dim"]
+    layers = config.num_layers
+    video = config.num_attention_heads, config.attention_head_dim
     kinds = [
         ("video_self", layers - forward.perturbed_blocks, video, "video", "video"),
         ("video_text", layers, video, "video", "text"),
     ]
     if family == "ltx2":
-        audio = config["audio_num_attention_heads"], config["audio_attention_head_dim"]
+        audio = config.audio_num_attention_heads, config.audio_attention_head_dim
         across = 0 if forward.isolated else layers
         kinds += [
             ("audio_self", layers - forward.perturbed_blocks, audio, "audio", "audio"),
@@ -115,14 +140,26 @@ def _forward_calls(
     )
 
 
-def _connector_calls(config: dict[str, Any], stage: str, batch: int) -> Counter[CallShape]:
+def _connector_calls(folder: Path, stage: str, batch: int) -> Counter[CallShape]:
+    path = folder / "connectors" / "config.json"
+    config = read_config(ConnectorsConfig, path, f"{folder} lacks connectors/config.json")
     tokens = TEXT_TOKENS["ltx2"]
     calls: Counter[CallShape] = Counter()
-    for modality in ("video", "audio"):
-        heads = config[f"{modality}_connector_num_attention_heads"]
-        head_dim = config[f"{modality}_connector_attention_head_dim"]
-        shape = CallShape(stage, f"{modality}_connector", batch, heads, tokens, tokens, head_dim)
-        calls[shape] += config[f"{modality}_connector_num_layers"]
+    for kind, heads, head_dim, layers in (
+        (
+            "video_connector",
+            config.video_connector_num_attention_heads,
+            config.video_connector_attention_head_dim,
+            config.video_connector_num_layers,
+        ),
+        (
+            "audio_connector",
+            config.audio_connector_num_attention_heads,
+            config.audio_connector_attention_head_dim,
+            config.audio_connector_num_layers,
+        ),
+    ):
+        calls[CallShape(stage, kind, batch, heads, tokens, tokens, head_dim)] += layers
     return calls
 
 

@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
@@ -185,15 +186,22 @@ class RenderJob(BaseModel):
             parse_attention(value)
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_text(cls, value: Any, info: ValidationInfo) -> Any:
+        what = "a prompt" if info.field_name in ("prompt", "negative_prompt") else "a setting"
+        for text in value if isinstance(value, (list, tuple)) else (value,):
+            try:
+                str(text).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{what} is UTF-8 text, and this one has bytes that are not") from None
+        return value
+
     @field_validator("prompt", "negative_prompt")
     @classmethod
     def _strip(cls, value: str) -> str:
         if "\x00" in value:
             raise ValueError("a prompt cannot contain a NUL character")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError("a prompt is UTF-8 text, and this one has bytes that are not") from None
         return value.strip()
 
     @property

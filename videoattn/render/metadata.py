@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob, parse_lora
 from videoattn.render.places import expanded, require_file
+from videoattn.shape import fit, parse
 from videoattn.version import __version__
 
 PACKAGES = ("torch", "diffusers", "transformers", "av")
@@ -19,6 +21,25 @@ SCHEMA = 1
 # Settings that may name a file or folder; a model may also be the one in this package.
 PLACES = ("model", "components", "upsampler", "image")
 DEMO = "demo"
+
+
+@dataclass(slots=True)
+class _Choice:
+    kernel: str
+
+
+@dataclass(slots=True)
+class _Description:
+    """What has to be right in a description for those who read it; the job has a check of its own."""
+
+    videoattn: int
+    job: dict[str, Any]
+    device: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    receipt: dict[str, _Choice] | None = None
+    image_sha256: str | None = None
+    context_parallel: str | None = None
+    fast: str | None = None
 
 
 def versions() -> dict[str, str]:
@@ -85,13 +106,18 @@ def read(path: Path) -> dict[str, Any]:
     except (av.error.FFmpegError, OSError) as error:
         raise RenderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        description = json.loads(comment)
-    except json.JSONDecodeError:
+        description = parse(comment)
+    except ValueError:
         description = None
     if not isinstance(description, dict) or "job" not in description or "videoattn" not in description:
         raise RenderError(f"{path} carries no settings: it was not rendered by videoattn")
-    if description["videoattn"] > SCHEMA:
+    schema = description["videoattn"]
+    if isinstance(schema, int) and schema > SCHEMA:
         raise RenderError(f"{path} was rendered by a newer videoattn: update this one to read it")
+    try:
+        fit(_Description, description)
+    except ValueError as error:
+        raise RenderError(f"the settings in {path} are damaged: {error}") from None
     return description
 
 

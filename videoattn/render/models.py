@@ -76,7 +76,10 @@ def load(
         upsampler = _upsampler(source, job, local_files_only) if job.recipe == "distilled" else None
     except (RenderError, UsageError):
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
+        # What a config of another shape leads to in diffusers, transformers and tokenizers is any of these.
         raise RenderError(f"cannot load {source.label}: {first_line(error)}") from None
     pipe.set_progress_bar_config(disable=True)
     step = lcm(PIPELINE_PIXELS, pipe.vae_spatial_compression_ratio * pipe.transformer_spatial_patch_size)
@@ -204,7 +207,9 @@ def _add_loras(pipe: Any, job: RenderJob, local_files_only: bool) -> None:
                 pipe.load_lora_weights(where, adapter_name=name, **options)
         except (RenderError, UsageError):
             raise
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             raise RenderError(f"--lora {lora.source}: {first_line(error)}") from None
         if not any(name in adapters for adapters in pipe.get_list_adapters().values()):
             raise RenderError(f"--lora {lora.source}: none of its tensors belong to this model")

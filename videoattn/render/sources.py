@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 from videoattn.render.places import expanded, kind_of, require_file, unreadable
 from videoattn.render.sizes import Grid
+from videoattn.shape import fit, parse
 
 Family = Literal["ltx", "ltx2"]
 Generation = Literal["0.9", "2.0", "2.3", "2.5"]
@@ -25,6 +27,48 @@ HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 CONFIG_FILES = ["model_index.json", "*/config.json", "*/*_config.json"]
 # LTXPipeline and LTX2Pipeline refuse sizes that 32 does not divide, whatever the VAE.
 PIPELINE_PIXELS = 32
+
+T = TypeVar("T")
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+# Library and class of a component; null where a pipeline goes without.
+Part = tuple[str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIndex:
+    """What is read of a model_index.json; as in the configs below, other fields are diffusers' own."""
+
+    class_name: Annotated[str | None, Field(alias="_class_name")] = "an unknown pipeline"
+    transformer: Part | None = None
+    vocoder: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerConfig:
+    """What is read of transformer/config.json; the audio fields are LTX-2's."""
+
+    num_layers: Size
+    num_attention_heads: Size = 32
+    attention_head_dim: Size = 64
+    audio_num_attention_heads: Size = 32
+    audio_attention_head_dim: Size = 64
+    patch_size: Size = 1
+    patch_size_t: Size = 1
+    ff_bias: bool = True
+    use_keyframes_abs_pos_embedding: bool = False
+    perturbed_attn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VaeConfig:
+    """What is read of vae/config.json."""
+
+    patch_size: Size = 4
+    patch_size_t: Size = 1
+    spatio_temporal_scaling: Annotated[tuple[bool, ...], Field(max_length=16)] | None = (True,) * 4
+    spatial_compression_ratio: Size | None = None
+    temporal_compression_ratio: Size | None = None
+    timestep_conditioning: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,61 +231,80 @@ def describe(source: Source) -> ModelInfo:
 
 @lru_cache(maxsize=32)
 def _describe(folder: Path) -> ModelInfo:
-    index = _json(
-        folder / "model_index.json", f"{folder} is no diffusers pipeline: it has no model_index.json"
+    index = read_config(
+        ModelIndex,
+        folder / "model_index.json",
+        f"{folder} is no diffusers pipeline: it has no model_index.json",
     )
-    transformer_class = (index.get("transformer") or [None, None])[1]
-    family = FAMILIES.get(str(transformer_class))
+    family = FAMILIES.get(str((index.transformer or (None, None))[1]))
     if family is None:
-        raise UsageError(
-            f"{folder} holds {index.get('_class_name', 'an unknown pipeline')}: videoattn renders "
-            "LTX-Video and LTX-2.x"
-        )
-    transformer = _json(folder / "transformer" / "config.json", f"{folder} lacks transformer/config.json")
-    vae = _json(folder / "vae" / "config.json", f"{folder} lacks vae/config.json")
-    if transformer.get("patch_size_t", 1) > 1:
+        raise UsageError(f"{folder} holds {index.class_name}: videoattn renders LTX-Video and LTX-2.x")
+    transformer = transformer_config(folder)
+    vae = vae_config(folder)
+    if transformer.patch_size_t > 1:
         raise UsageError(
             f"{folder}: a transformer that groups frames (patch_size_t above 1) is not supported"
         )
     space, span = compression(vae)
-    grid = Grid(lcm(PIPELINE_PIXELS, space * transformer.get("patch_size", 1)), span)
     return ModelInfo(
         family,
         _generation(family, transformer),
-        grid,
-        family == "ltx2" and (index.get("vocoder") or [None])[0] is not None,
-        bool(vae.get("timestep_conditioning", False)),
-        int(transformer.get("num_layers", 0)),
-        (transformer.get("num_attention_heads", 32), transformer.get("attention_head_dim", 64)),
-        (transformer.get("audio_num_attention_heads", 32), transformer.get("audio_attention_head_dim", 64)),
+        Grid(lcm(PIPELINE_PIXELS, space * transformer.patch_size), span),
+        family == "ltx2" and (index.vocoder or (None, None))[0] is not None,
+        bool(vae.timestep_conditioning),
+        transformer.num_layers,
+        (transformer.num_attention_heads, transformer.attention_head_dim),
+        (transformer.audio_num_attention_heads, transformer.audio_attention_head_dim),
     )
 
 
-def _generation(family: Family, config: dict[str, Any]) -> Generation:
+def _generation(family: Family, config: TransformerConfig) -> Generation:
     if family == "ltx":
         return "0.9"
-    if not config.get("ff_bias", True) or config.get("use_keyframes_abs_pos_embedding", False):
+    if not config.ff_bias or config.use_keyframes_abs_pos_embedding:
         return "2.5"
-    return "2.3" if config.get("perturbed_attn", False) else "2.0"
+    return "2.3" if config.perturbed_attn else "2.0"
 
 
-def compression(config: dict[str, Any]) -> tuple[int, int]:
+def transformer_config(folder: Path) -> TransformerConfig:
+    """The transformer's config of a pipeline; raises as `read_config` does."""
+    return read_config(
+        TransformerConfig, folder / "transformer" / "config.json", f"{folder} lacks transformer/config.json"
+    )
+
+
+def vae_config(folder: Path) -> VaeConfig:
+    """The VAE's config of a pipeline; raises as `read_config` does."""
+    return read_config(VaeConfig, folder / "vae" / "config.json", f"{folder} lacks vae/config.json")
+
+
+def compression(config: VaeConfig) -> tuple[int, int]:
     """A VAE's compression in space and time from its config, derived as AutoencoderKLLTXVideo does."""
-    scaling = config.get("spatio_temporal_scaling", (True, True, True, True))
-    halvings = sum(scaling) if isinstance(scaling, (list, tuple)) else 0
-    space = config.get("spatial_compression_ratio") or config.get("patch_size", 4) * 2**halvings
-    span = config.get("temporal_compression_ratio") or config.get("patch_size_t", 1) * 2**halvings
-    return int(space), int(span)
+    halvings = sum(config.spatio_temporal_scaling or ())
+    space = config.spatial_compression_ratio or config.patch_size * 2**halvings
+    span = config.temporal_compression_ratio or config.patch_size_t * 2**halvings
+    return space, span
 
 
-def _json(path: Path, missing: str) -> dict[str, Any]:
+def read_config(kind: type[T], path: Path, missing: str) -> T:
+    """The fields of `kind` in a JSON file.
+
+    Raises UsageError if the file can't be read, with `missing` where there is none, RenderError if it holds
+    no JSON or something does not fit.
+    """
     require_file(path, missing)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RenderError(f"cannot load {path}: it is no JSON ({first_line(error)})") from None
+        content = path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from None
+    try:
+        value = parse(content)
+    except ValueError as error:
+        raise RenderError(f"cannot load {path}: it is no JSON ({error})") from None
+    try:
+        return fit(kind, value)
+    except ValueError as error:
+        raise RenderError(f"cannot load {path}: {error}") from None
 
 
 def first_line(error: BaseException) -> str:
