@@ -112,5 +112,5 @@ def _groups(zipped: Any) -> list[list[str]]:
     if isinstance(zipped, list) and all(
         isinstance(group, list) and all(isinstance(name, str) for name in group) for group in zipped
     ):
-        return zipped
+        return [group for group in zipped if group]
     raise ExpandError("zip", "zip is a list of columns, or a list of such lists")

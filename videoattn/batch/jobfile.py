@@ -213,6 +213,9 @@ def _read_jsonl(file: str, text: str, problems: Problems) -> list[Row]:
         except json.JSONDecodeError as error:
             problems.add(place, None, f"not JSON: {error.msg} at character {error.pos + 1}")
             continue
+        except RecursionError:
+            problems.add(place, None, "not a job: it is nested too deep")
+            continue
         except ValueError as error:
             problems.add(place, None, str(error))
             continue
@@ -265,6 +268,9 @@ def _read_yaml(file: str, text: str, problems: Problems) -> list[Row]:
         mark = error.problem_mark
         line = None if mark is None else mark.line + 1
         problems.add(Place(file, line=line), None, f"not well-formed YAML: {error.problem}")
+        return []
+    except RecursionError:
+        problems.add(Place(file), None, "no list of jobs: it is nested too deep")
         return []
 
 
