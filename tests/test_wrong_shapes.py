@@ -26,9 +26,9 @@ from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.expected import expected_calls
 from videoattn.render.job import RenderJob
 from videoattn.render.models import load as load_model
-from videoattn.shape import parse
 from videoattn.timing.command import timing
 from videoattn.timing.log import ArmTime, CallRow, ForwardTime, StageTime, TimingLog, load
+from videoattn.typed_json import parse
 
 REFUSED = (UsageError, RenderError)
 JOB = RenderJob(prompt="a red ball", width=96, height=96, num_frames=9, frame_rate=24, lora=("a/b:0.5",))

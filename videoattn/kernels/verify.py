@@ -29,7 +29,7 @@ import torch
 
 from videoattn import kernels
 from videoattn.kernels import library
-from videoattn.shape import EXACT, fit, parse
+from videoattn.typed_json import EXACT, fit, parse
 
 if TYPE_CHECKING:
     from videoattn.dispatch import AttentionCall

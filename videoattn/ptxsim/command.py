@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from videoattn.shape import EXACT, fit, parse, shown
+from videoattn.typed_json import EXACT, fit, parse, shown
 
 from .errors import LaunchError
 from .ladder import LADDER, Outcome, compile_step, find_step, load_steps, run_step

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from videoattn.kernels.library import SOURCES
-from videoattn.shape import fit, parse
+from videoattn.typed_json import fit, parse
 
 from .errors import LaunchError
 from .launch import Device, Kernel, Module, Report

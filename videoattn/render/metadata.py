@@ -13,7 +13,7 @@ from typing import Any
 from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob, parse_lora
 from videoattn.render.places import expanded, require_file
-from videoattn.shape import fit, parse
+from videoattn.typed_json import fit, parse
 from videoattn.version import __version__
 
 PACKAGES = ("torch", "diffusers", "transformers", "av")

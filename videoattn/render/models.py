@@ -74,9 +74,7 @@ def load(
     try:
         pipe = _pipeline(source, info, job, local_files_only)
         upsampler = _upsampler(source, job, local_files_only) if job.recipe == "distilled" else None
-    except (RenderError, UsageError):
-        raise
-    except MemoryError:
+    except (RenderError, UsageError, MemoryError):
         raise
     except Exception as error:
         # What a config of another shape leads to in diffusers, transformers and tokenizers is any of these.
@@ -205,9 +203,7 @@ def _add_loras(pipe: Any, job: RenderJob, local_files_only: bool) -> None:
         try:
             with hub_errors(lora.source):
                 pipe.load_lora_weights(where, adapter_name=name, **options)
-        except (RenderError, UsageError):
-            raise
-        except MemoryError:
+        except (RenderError, UsageError, MemoryError):
             raise
         except Exception as error:
             raise RenderError(f"--lora {lora.source}: {first_line(error)}") from None

@@ -15,7 +15,7 @@ from videoattn.render.errors import RenderError, UsageError
 from videoattn.render.job import RenderJob
 from videoattn.render.places import expanded, kind_of, require_file, unreadable
 from videoattn.render.sizes import Grid
-from videoattn.shape import fit, parse
+from videoattn.typed_json import fit, parse
 
 Family = Literal["ltx", "ltx2"]
 Generation = Literal["0.9", "2.0", "2.3", "2.5"]

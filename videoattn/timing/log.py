@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from videoattn.shape import EXACT, fit, parse, shown
+from videoattn.typed_json import EXACT, fit, parse, shown
 
 Mark = Literal["launch gap", "graph capture"]
 
