@@ -33,21 +33,24 @@ def parse_frame_rate(value: Any) -> Fraction:
 
     A decimal within 0.001 of an NTSC rate (n·1000/1001 for whole n) becomes that exact rate.
     """
+    text = str(value).strip()
     try:
-        rate = Fraction(str(value).strip()) if not isinstance(value, Fraction) else value
+        # Before a Fraction is made: of an exponent of nine digits that takes hours.
+        inside = "/" in text or 1 <= float(text) <= 240
+        rate = (value if isinstance(value, Fraction) else Fraction(text)) if inside else Fraction(0)
     except (ValueError, ZeroDivisionError):
         raise ValueError(
-            f"'{value}' is no frame rate: give a number or a fraction such as 24000/1001"
+            f"'{text[:60]}' is no frame rate: give a number or a fraction such as 24000/1001"
         ) from None
     if not 1 <= rate <= 240:
-        raise ValueError(f"a frame rate lies between 1 and 240 a second, not at {value}")
+        raise ValueError(f"a frame rate lies between 1 and 240 a second, not at {text[:60]}")
     if rate.denominator > 1 and rate.denominator != 1001:
         ntsc = Fraction(math.ceil(rate) * 1000, 1001)
         if abs(ntsc - rate) < Fraction(1, 1000):
             return ntsc
     if rate.denominator > 100_000:
         raise ValueError(
-            f"'{value}' has too many digits for a frame rate: give a fraction such as 24000/1001"
+            f"'{text[:60]}' has too many digits for a frame rate: give a fraction such as 24000/1001"
         )
     return rate
 
