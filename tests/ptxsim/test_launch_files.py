@@ -108,6 +108,14 @@ def test_a_grid_beyond_the_limits_is_refused():
             Device().launch(module.entry("gemm"), grid=grid, block=128, args=[1, 2, 3])
 
 
+def test_the_largest_grid_starts_at_once():
+    endless = Module.from_ptx(
+        ".version 8.7\n.target sm_100a\n.address_size 64\n.visible .entry k() {\nloop: bra loop;\n}\n"
+    )
+    report = Device().launch(endless.entry("k"), grid=2**31 - 1, limit=100)
+    assert [finding.kind for finding in report.findings] == ["stopped"]
+
+
 def test_tables_of_steps(tmp_path):
     path = tmp_path / "steps.json"
     table = json.loads((LADDER / "steps.json").read_text())
