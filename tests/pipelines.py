@@ -156,21 +156,23 @@ def ltx_pipeline(*, layers: int = 2, head_dim: int = 64, seed: int = 0) -> LTXPi
     return pipe
 
 
-def ltx2_transformer(version: str = "2.3", *, layers: int = 2, seed: int = 0) -> LTX2VideoTransformer3DModel:
-    """An LTX-2 transformer of version 2.0, 2.3 or 2.5: 2 video heads of 128, 2 audio heads of 64."""
+def ltx2_transformer(
+    version: str = "2.3", *, layers: int = 2, heads: int = 2, seed: int = 0
+) -> LTX2VideoTransformer3DModel:
+    """An LTX-2 transformer of version 2.0, 2.3 or 2.5: video heads of 128, as many audio heads of 64."""
     torch.manual_seed(seed)
     later = version != "2.0"
     return LTX2VideoTransformer3DModel(
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        num_attention_heads=2,
+        num_attention_heads=heads,
         attention_head_dim=128,
-        cross_attention_dim=256,
+        cross_attention_dim=128 * heads,
         audio_in_channels=AUDIO_CHANNELS,
         audio_out_channels=AUDIO_CHANNELS,
-        audio_num_attention_heads=2,
+        audio_num_attention_heads=heads,
         audio_attention_head_dim=64,
-        audio_cross_attention_dim=128,
+        audio_cross_attention_dim=64 * heads,
         num_layers=layers,
         caption_channels=32,
         rope_type="split",
@@ -361,6 +363,7 @@ def ltx2_inputs(
     *,
     version: str = "2.3",
     batch: int = 1,
+    heads: int = 2,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -370,7 +373,7 @@ def ltx2_inputs(
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    video_text, audio_text = (32, 32) if version == "2.0" else (256, 128)
+    video_text, audio_text = (32, 32) if version == "2.0" else (128 * heads, 64 * heads)
     mask = padding_mask(lengths or [TEXT_LENGTH] * batch)
     return {
         "hidden_states": draw(batch, 36, LATENT_CHANNELS),

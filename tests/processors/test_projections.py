@@ -147,7 +147,17 @@ def test_layers_that_are_not_plain_are_not_moved():
     def subclassed(layer):
         layer.__class__ = type("Other", (torch.nn.Linear,), {})
 
-    for change in (mixed, hooked, elsewhere, subclassed):
+    def mixed_bias(layer):
+        layer.bias.data = layer.bias.data.to(torch.bfloat16)
+
+    def bias_elsewhere(layer):
+        layer.bias = torch.nn.Parameter(layer.bias.to("meta"))
+
+    def bias_of_inference(layer):
+        with torch.inference_mode():
+            layer.bias = torch.nn.Parameter(layer.bias.clone())
+
+    for change in (mixed, hooked, elsewhere, subclassed, mixed_bias, bias_elsewhere, bias_of_inference):
         for index in range(4):
             attn = attention()
             change(linears(attn)[index])
@@ -264,6 +274,135 @@ def test_laying_twice_moves_nothing():
     assert [p.data_ptr() for p in attn.parameters()] == before
 
 
+def storages(*modules):
+    """Bytes that the modules keep."""
+    held = {}
+    for module in modules:
+        for parameter in module.parameters():
+            storage = parameter.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+def one_buffer(attn):
+    flat = torch.cat([p.flatten() for p in attn.parameters()])
+    sizes = [p.numel() for p in attn.parameters()]
+    for parameter, place in zip(attn.parameters(), flat.split(sizes), strict=True):
+        parameter.data = place.view(parameter.shape)
+
+
+def tied(attn):
+    attn.to_v.weight = attn.to_k.weight
+
+
+@pytest.mark.parametrize("shared", [one_buffer, tied])
+def test_weights_that_something_else_keeps_are_not_moved(shared):
+    attn, (x, _) = attention(source=32), tensors()
+    y = torch.randn(2, 7, 32)
+    shared(attn)
+    expected, held = project(attn, x, y, together=False), storages(attn)
+    lay_side_by_side(attn)
+    once = storages(attn)
+    lay_side_by_side(attn)
+    assert storages(attn) == once
+    assert not are_side_by_side(attn)
+    if shared is one_buffer:
+        assert once == held
+    assert_same(project(attn, x, y, together=True), expected)
+
+
+@pytest.mark.parametrize("name", ["to_gate_logits", "to_q", "to_k", "to_v"])
+def test_taken_apart(name):
+    """Weights laid side by side, one of them replaced, laid again: nothing is kept that nobody uses."""
+    attn, (x, _) = attention(), tensors()
+    held = storages(attn)
+    expected = project(attn, x, x, together=False)
+    for replaced in (False, True):
+        assert lay_side_by_side(attn)
+        if replaced:
+            getattr(attn, name).weight.data = getattr(attn, name).weight.data.clone()
+            assert storages(attn) > held
+            assert lay_side_by_side(attn)
+            assert storages(attn) == held
+            getattr(attn, name).weight.data = getattr(attn, name).weight.data.clone()
+        assert projections.take_apart(attn)
+        assert not are_side_by_side(attn)
+        assert storages(attn) == held
+        assert all(p.untyped_storage().nbytes() == p.nbytes for p in attn.parameters())
+        with products(4):
+            assert_same(project(attn, x, x, together=True), expected)
+        assert not projections.take_apart(attn)
+
+
+def test_weights_that_lay_side_by_side_by_themselves_stay_so():
+    attn = attention(gated=False)
+    whole = torch.randn(128, 64)
+    attn.to_k.weight.data, attn.to_v.weight.data = whole.split(64)
+    before = attn.to_v.weight.data_ptr()
+    assert not projections.take_apart(attn)
+    assert attn.to_v.weight.data_ptr() == before
+
+
+def test_weights_that_are_no_parameters():
+    """FSDP's flat parameters leave views of them as plain attributes."""
+    attn, (x, _) = attention(), tensors()
+    expected = project(attn, x, x, together=True)
+    lay_side_by_side(attn)
+    for layer in linears(attn):
+        values = [(name, getattr(layer, name).detach()) for name in ("weight", "bias")]
+        for name, value in values:
+            delattr(layer, name)
+            layer.register_buffer(name, value)
+    with products(4):
+        assert_same(project(attn, x, x, together=True), expected)
+
+
+def test_hooks_on_every_module_and_another_forward_of_every_linear_layer(monkeypatch):
+    attn, (x, _) = attention(), tensors()
+    lay_side_by_side(attn)
+    seen = []
+    for register in (
+        torch.nn.modules.module.register_module_forward_hook,
+        torch.nn.modules.module.register_module_forward_pre_hook,
+    ):
+        hook = register(lambda module, *_: seen.append(module))
+        project(attn, x, x, together=True)
+        hook.remove()
+        assert seen == linears(attn)
+        seen.clear()
+    plain = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: 2 * plain(self, x))
+    assert_same(project(attn, x, x, together=True), project(attn, x, x, together=False))
+
+
+def test_biases_that_are_trained():
+    attn, (x, _) = attention(), tensors()
+    lay_side_by_side(attn)
+    for layer in linears(attn):
+        layer.weight.requires_grad_(False)
+    with torch.enable_grad():
+        for layer in linears(attn):
+            layer.bias.requires_grad_(True)
+            assert any(part.requires_grad for part in project(attn, x, x, together=True))
+            layer.bias.requires_grad_(False)
+
+
+def test_compiled_for_all_sizes():
+    """Where compiled code gets products each, the number of rows decides nothing."""
+    attn = attention()
+    lay_side_by_side(attn)
+    torch.compiler.reset()
+    backend = CountingBackend()
+    run = torch.compile(
+        lambda x: tuple(project(attn, x, x, together=True)), fullgraph=True, dynamic=True, backend=backend
+    )
+    for rows in (projections.ROWS_OF_ONE - 7, projections.ROWS_OF_ONE, projections.ROWS_OF_ONE + 9):
+        x = torch.randn(1, rows, 64)
+        assert_same(run(x), project(attn, x, x, together=False))
+    assert backend.graphs == 1
+    torch.compiler.reset()
+
+
 def test_gradients_and_optimisers_keep_the_parameters():
     attn, (x, _) = attention(), tensors()
     held = list(attn.parameters())
@@ -343,6 +482,39 @@ def test_saved_and_loaded_again(tmp_path):
     assert sizes < 1.1 * sum(p.nbytes for p in model.parameters()), "each weight once"
 
 
+def test_saved_by_others_once_uninstalled(tmp_path):
+    """Savers that tell tensors by their storages: they would drop or refuse views of one."""
+    from accelerate import Accelerator
+    from safetensors.torch import load_file, save_model
+
+    model = ltx2_transformer()
+    expected = copy.deepcopy(model.state_dict())
+    handles = [videoattn.install(model, level=level) for level in ("block", "attention", "call")]
+    lay(model)
+    for handle in handles[:2]:
+        assert are_side_by_side(model.transformer_blocks[0].attn1)
+        handle.uninstall()
+    assert not are_side_by_side(model.transformer_blocks[0].attn1)
+    handles[2].uninstall()
+    save_model(model, str(tmp_path / "model.safetensors"))
+    Accelerator().save_model(model, str(tmp_path / "accelerate"))
+    for path in (tmp_path / "model.safetensors", tmp_path / "accelerate" / "model.safetensors"):
+        loaded = load_file(path)
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def test_uninstall_by_target_takes_projections_apart():
+    pipe = ltx2_pipeline()
+    videoattn.install(pipe, level="block")
+    lay(pipe)
+    held = storages(pipe.transformer, pipe.connectors)
+    videoattn.uninstall(pipe)
+    every = [site.module for part in parts(pipe) for site in sites(part)]
+    assert not any(map(are_side_by_side, every))
+    assert storages(pipe.transformer, pipe.connectors) == held
+
+
 def test_copied_and_cast_models():
     model, inputs = ltx2_transformer(), ltx2_inputs()
     expected = model(**inputs)
@@ -395,7 +567,7 @@ def test_what_the_receipt_says():
     lay_side_by_side(every[0])
     assert f"projections of one tensor in one product in 1 of {len(every)} attentions" in handle.around
     lay(pipe)
-    assert handle.around.endswith("by torch, on cpu; projections of one tensor in one product")
+    assert handle.around.endswith("on cpu; projections of one tensor in one product, except in compiled code")
     every[-1].to_k.register_forward_hook(lambda *_: None)
     assert f"{len(every) - 1} of {len(every)} attentions" in handle.around
 
@@ -416,10 +588,8 @@ def test_the_benchmark(capsys):
 
 def test_products_of_a_block():
     """As docs/speed.md counts them, with as many heads as TMA wants."""
-    given = ltx2_inputs()
-    heads = {"num_attention_heads": 8, "attention_head_dim": 32, "audio_num_attention_heads": 8}
-    config = {**ltx2_transformer().config, **heads, "audio_attention_head_dim": 16, "num_layers": 1}
-    model = LTX2VideoTransformer3DModel.from_config(config).eval()
+    given = ltx2_inputs(heads=8)
+    model = ltx2_transformer(layers=1, heads=8)
     videoattn.install(model, level="block")
     block = model.transformer_blocks[0]
     seen = []

@@ -204,6 +204,42 @@ def test_a_forward_of_the_users_own_that_names_no_parameters():
     assert model.forward is passes_on
 
 
+def test_what_a_forward_of_the_users_own_names_decides_nothing():
+    """By whatever names it takes them, arguments that no graph may hold are seen, and strangers run plain."""
+    model = ltx2_transformer(layers=1)
+    given = model.forward
+
+    def first_only(hidden_states, *args, **rest):
+        return given(hidden_states, *args, **rest)
+
+    def tagged(*args, tag=None, **rest):
+        return given(*args, **rest)
+
+    guided = {"spatio_temporal_guidance_blocks": [0], "perturbation_mask": torch.ones(1)}
+    for own in (first_only, tagged):
+        model.forward = own
+        graphs = graphs_of(model)
+        call = ltx2_call()
+        unplaced = {name: value for name, value in call.items() if name != "video_coords"}
+        for refused in ({**call, **guided}, unplaced):
+            for _ in range(3):
+                assert equal(model(**refused), given(**refused))
+        assert (graphs.captured, graphs.plain.total()) == (0, 6)
+        for _ in range(3):
+            assert equal(model(**call), given(**call))
+        assert (graphs.captured, graphs.replays) == (1, 2)
+        graphs.release()
+    model.forward = tagged
+    graphs = graphs_of(model)
+    for _ in range(3):
+        assert equal(model(**call, tag=1), given(**call))
+    assert graphs.plain == {"arguments that diffusers' forward does not take": 3}
+    with pytest.raises(TypeError, match="frobnicate"):
+        model(**call, frobnicate=1)
+    graphs.release()
+    del model.forward
+
+
 def test_what_no_graph_may_hold_runs_plain():
     model = ltx2_transformer()
     graphs = graphs_of(model, max_tokens=40)

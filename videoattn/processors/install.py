@@ -30,8 +30,9 @@ def install(
 
     Of a pipeline the text connectors are served too. A later install on the same model takes precedence until
     it is uninstalled. The model's config, the values of its weights and diffusers' attention backends are not
-    touched. Above level `call` weights on a GPU change their place: those of projections that read the same
-    tensor come to lie side by side, for one product, and stay there.
+    touched. Above level `call` weights on a GPU change their place until the last such install is taken away:
+    those of projections that read the same tensor lie side by side, for one product. A CUDA graph that was
+    captured by hand before reads where they lay.
 
     The first install on a GPU, driver and build runs the self-check of the kernels that `auto` could bind, in
     child processes that end within two minutes; a kernel that fails it is named in a warning and not used.
@@ -81,12 +82,12 @@ def install(
     try:
         for part, part_sites in found:
             layers.append((part, part_sites, push(part, part_sites, partial(layer, part_sites))))
+        if fusion is not None:
+            join_projections(found)
     except BaseException:
         for part, _, pushed in layers:
             remove(part, pushed)
         raise
-    if fusion is not None:
-        join_projections(site for _, part_sites in found for site in part_sites)
     return Handle(names, layers, level, fusion)
 
 

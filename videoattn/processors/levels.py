@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from videoattn.processors.projections import are_side_by_side, lay_side_by_side
+from videoattn.processors.projections import are_side_by_side, lay_side_by_side, take_apart
 from videoattn.processors.sites import Site, execution_device
 from videoattn.processors.untouched import hooked
 
@@ -62,25 +62,44 @@ def _require_norms(site: Site, level: Level) -> None:
             )
 
 
-def join_projections(sites: Iterable[Site]) -> None:
+def join_projections(parts: Iterable[tuple[Any, list[Site]]]) -> None:
     """Lay the weights of projections that read the same tensor side by side, where they are on a GPU.
 
-    Where memory for that is short, the rest stays as it is; `says` counts.
+    Compiled code has a product each anyway. Where memory for it is short, the rest stays as it is; `says`
+    counts.
     """
+    compiled = "_compiled_call_impl"
+    attentions = [
+        site.module
+        for part, sites in parts
+        if all(getattr(module, compiled, None) is None for module in part.modules())
+        for site in sites
+        if getattr(getattr(site.module.to_q, "weight", None), "is_cuda", False)
+    ]
+    _move(lay_side_by_side, attentions)
+
+
+def part_projections(attentions: Iterable[Any]) -> None:
+    """Undo `join_projections`, as far as memory lasts."""
+    _move(take_apart, attentions)
+
+
+def _move(how: Callable[[Any], bool], attentions: Iterable[Any]) -> None:
     moved = False
-    for site in sites:
-        weight = getattr(site.module.to_q, "weight", None)
-        if not isinstance(weight, torch.Tensor) or not weight.is_cuda:
-            continue
-        before = weight.data_ptr()
+    for attn in attentions:
+        before = _addresses(attn)
         try:
-            lay_side_by_side(site.module)
+            how(attn)
         except torch.OutOfMemoryError:
             break
-        moved |= weight.data_ptr() != before
-    if moved:
+        moved |= _addresses(attn) != before
+    if moved and torch.cuda.is_initialized():
         # What the weights left behind is in pieces that hardly anything else fits into.
         torch.cuda.empty_cache()
+
+
+def _addresses(attn: Any) -> list[int]:
+    return [parameter.data_ptr() for parameter in attn.parameters()]
 
 
 def says(level: Level, fusion: Fusion | None, device: torch.device, sites: Sequence[Site]) -> str:
@@ -91,5 +110,5 @@ def says(level: Level, fusion: Fusion | None, device: torch.device, sites: Seque
     compiled = "" if fusion.under_compile == "triton" else "; under torch.compile by torch"
     joined = sum(are_side_by_side(site.module) for site in sites)
     of = f" in {joined} of {len(sites)} attentions" if joined < len(sites) else ""
-    projections = f"; projections of one tensor in one product{of}" if joined else ""
+    projections = f"; projections of one tensor in one product{of}, except in compiled code" if joined else ""
     return f"level {level}: {_RUNS_FUSED[level]}, {engine}{projections}{compiled}"

@@ -1,9 +1,9 @@
 """The projections of an attention that read the same tensor, in one matrix product.
 
 Their weights have to lie side by side in memory, which `lay_side_by_side` sees to: the product then reads
-them as the one matrix that they are. Nothing else is kept, so weights that something changes where they lie
-(a LoRA merged into them, `load_state_dict`) stay in one product, and those that something moves have one each
-again.
+them as the one matrix that they are. What decides is where weights lie, so those that something changes in
+their place (a LoRA merged into them, `load_state_dict`) stay in one product, and those that something moves
+have one each again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from videoattn.processors.untouched import plain_linear, untouched
+from videoattn.processors.untouched import linear_is_patched, plain_linear, untouched
 
 # Rows up to which self-attention's four are one product. With more, two are faster: four leave matrices of
 # a width that the product's tiles do not divide, and the gates' place in them costs as much as it spares.
 ROWS_OF_ONE = 4096
 # Bytes; TMA takes rows that start at their multiples.
 ALIGNMENT = 16
+# On an attention, the storages that `lay_side_by_side` made for it.
+_WHOLES = "_videoattn_wholes"
 
 
 class Projected(NamedTuple):
@@ -47,7 +49,7 @@ def project(
     """
     gates = getattr(attn, "to_gate_logits", None)
     first, second = [attn.to_q] if gates is None else [gates, attn.to_q], [attn.to_k, attn.to_v]
-    if not together:
+    if not together or torch.compiler.is_compiling():
         *gate, query = [layer(hidden_states) for layer in first]
         key, value = [layer(source) for layer in second]
     elif (
@@ -69,19 +71,21 @@ def _products(layers: Sequence[Any], x: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _product(layers: Sequence[Any], x: torch.Tensor) -> Sequence[torch.Tensor] | None:
     """What the layers give, by one product; None where that would not be what calling them does."""
-    if len(layers) == 1 or torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+    if len(layers) == 1 or type(x) is not torch.Tensor or linear_is_patched():
         return None
     if any(type(layer) is not torch.nn.Linear for layer in layers):
         return None
     # Not by attribute, which costs as much as the rest of what is asked of a layer here.
     parameters = [layer._parameters for layer in layers]
     weights, biases = ([each.get(name) for each in parameters] for name in ("weight", "bias"))
-    if not (_side_by_side(weights) and _side_by_side(biases) and all(map(untouched, layers))):
+    if weights[0] is None or not (_side_by_side(weights) and _side_by_side(biases)):
+        return None
+    if not all(map(untouched, layers)):
         return None
     # Autocast keeps what it casts of a parameter, not of a view of some.
     if weights[0].dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
         return None
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in weights + biases):
         return None
     widths = [layer.out_features for layer in layers]
     rows, columns = sum(widths), weights[0].shape[1]
@@ -116,19 +120,47 @@ def lay_side_by_side(attn: Any) -> bool:
     """Move the weights of an attention's projections so that `project` can take several at once.
 
     The parameters stay the same objects with the same values, and become views of one tensor for each input.
-    Returns whether they lie so now; adapters, hooks, quantised weights and mixed dtypes are left as they are.
+    Returns whether they lie so now. Left as they are: adapters, hooks, quantised weights, mixed dtypes, and
+    weights that share their storage with something else, which moving them would not free.
     """
     groups = _groups(attn)
+    wholes: set[tuple[int, int]] = vars(attn).get(_WHOLES, set())
     for group in groups:
         for name in ("weight", "bias"):
             parts = [getattr(layer, name) for layer in group]
             if _side_by_side(parts):
                 continue
+            if len(set(map(id, parts))) < len(parts) or not all(_alone(part, wholes) for part in parts):
+                return False
             with torch.inference_mode(False), torch.no_grad():
                 whole = torch.cat([part.detach() for part in parts])
                 for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
                     part.data = place
+            wholes = {*wholes, _place(whole)}
+            setattr(attn, _WHOLES, wholes)
     return bool(groups)
+
+
+def take_apart(attn: Any) -> bool:
+    """Give weights that `lay_side_by_side` moved a storage each again; returns whether there were any."""
+    wholes = vars(attn).pop(_WHOLES, ())
+    layers = [getattr(attn, name, None) for name in ("to_gate_logits", "to_q", "to_k", "to_v")]
+    parts = [part for layer in layers if layer is not None for part in layer.parameters()]
+    ours = [part for part in parts if type(part) is torch.nn.Parameter and _place(part) in wholes]
+    with torch.inference_mode(False), torch.no_grad():
+        for part in ours:
+            part.data = part.data.clone()
+    return bool(ours)
+
+
+def _alone(part: torch.Tensor, wholes: set[tuple[int, int]]) -> bool:
+    """Whether nothing else keeps a weight's storage, but others of its attention."""
+    return part.untyped_storage().nbytes() == part.nbytes or _place(part) in wholes
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def are_side_by_side(attn: Any) -> bool:
@@ -148,15 +180,15 @@ def _groups(attn: Any) -> list[list[Any]]:
     first = getattr(layers[0], "weight", None)
     if not isinstance(first, torch.Tensor) or not all(plain_linear(layer, first) for layer in layers):
         return []
-    weights = [layer.weight for layer in layers]
-    if any(weight.is_inference() or weight.device != first.device for weight in weights):
+    parts = [part for layer in layers for part in (layer.weight, layer.bias) if part is not None]
+    if any(part.is_inference() or part.device != first.device or part.dtype != first.dtype for part in parts):
         return []
+    hidden, source = layers[:-2], layers[-2:]
     if gates is not None:
         # All that follows the logits in a row of the product's output has to start at a multiple, too.
         aligned = gates.out_features * first.element_size() % ALIGNMENT == 0
         if not aligned or (gates.bias is None) != (attn.to_q.bias is None):
-            layers = layers[1:]
-    hidden, source = layers[:-2], layers[-2:]
-    groups = [layers] if attn.to_q.in_features == attn.to_k.in_features else [hidden, source]
-    alike = all(len({layer.bias is None for layer in group}) == 1 for group in groups)
+            hidden = []
+    groups = [layers] if hidden and attn.to_q.in_features == attn.to_k.in_features else [hidden, source]
+    alike = all(len({layer.bias is None for layer in group}) == 1 for group in groups if group)
     return [group for group in groups if len(group) > 1] if alike else []

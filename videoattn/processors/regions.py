@@ -213,7 +213,10 @@ class ForwardGraphs:
             return self._forward(*args, **kwargs)
         recording = recorder.active()
         whole = recording if isinstance(recording, recorder.Recording) else None
-        arguments = self.__signature__.bind(*args, **kwargs).arguments
+        try:
+            arguments = self.__signature__.bind(*args, **kwargs).arguments
+        except TypeError:
+            return self._run_plain("arguments that diffusers' forward does not take", args, kwargs)
         reason = self._refusal(arguments)
         if reason is None and whole is not None and whole.compare:
             reason = "shadow arms run beside single calls"
@@ -272,11 +275,10 @@ class ForwardGraphs:
 
 
 def _signature(model: Any) -> inspect.Signature:
-    """Of the model's forward; of its class's where one of the user's own passes on whatever it is given."""
-    signature = inspect.signature(model.forward)
-    if "hidden_states" in signature.parameters:
-        return signature
-    return inspect.signature(MethodType(type(model).forward, model))
+    """Of the model's forward; its class's where one of the user's own does not name all that this takes."""
+    own = inspect.signature(model.forward)
+    known = inspect.signature(MethodType(type(model).forward, model))
+    return own if known.parameters.keys() <= own.parameters.keys() else known
 
 
 def cuda_graphs(target: Any, *, max_tokens: int | None = None, overlap: bool = False) -> ForwardGraphs:

@@ -13,6 +13,7 @@ import torch
 from videoattn.dispatch import Kind
 from videoattn.processors import masks
 from videoattn.processors.base import FUSED_PROJECTIONS, Processor
+from videoattn.processors.levels import part_projections
 from videoattn.processors.parallel.streams import Streams
 from videoattn.processors.sites import CONNECTORS, Site, family
 
@@ -29,6 +30,11 @@ class Layer:
     def __init__(self, processors: dict[Kind, Processor], block_fusion: Fusion | None = None) -> None:
         self.processors = processors
         self.block_fusion = block_fusion
+
+    @property
+    def fused(self) -> bool:
+        """Whether its level is above `call`."""
+        return any(processor.fusion is not None for processor in self.processors.values())
 
 
 class Stack:
@@ -208,6 +214,8 @@ def remove(model: Any, layer: Layer | None = None) -> None:
             return
         stack.layers = [each for each in stack.layers if layer is not None and each is not layer]
         stack.apply(model)
+        if not any(each.fused for each in stack.layers):
+            part_projections(stack.originals)
         if not stack.layers:
             delattr(model, ATTRIBUTE)
             stack.dismantle(model)

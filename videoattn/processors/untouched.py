@@ -7,6 +7,14 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
+
+_LINEAR_FORWARD = torch.nn.Linear.forward
+
+
+def linear_is_patched() -> bool:
+    """Whether somebody exchanged the forward of all linear layers, as some quantisers do."""
+    return torch.nn.Linear.forward is not _LINEAR_FORWARD
 
 
 def plain_linear(linear: Any, x: torch.Tensor) -> bool:
@@ -17,13 +25,15 @@ def plain_linear(linear: Any, x: torch.Tensor) -> bool:
         and type(linear.weight) is torch.nn.Parameter
         and linear.weight.dtype == x.dtype
         and untouched(linear)
+        and not linear_is_patched()
     )
 
 
 def untouched(module: torch.nn.Module) -> bool:
     """Whether calling the module runs its class's forward and nothing else."""
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return not (hooks or hooked(module)) and has_no_forward_but(module, (type(module),))
+    of_all = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    return not (hooks or of_all or hooked(module)) and has_no_forward_but(module, (type(module),))
 
 
 def has_no_forward_but(module: Any, classes: Iterable[type]) -> bool:
