@@ -28,7 +28,7 @@ from videoattn.render.job import RenderJob
 from videoattn.render.models import load as load_model
 from videoattn.timing.command import timing
 from videoattn.timing.log import ArmTime, CallRow, ForwardTime, StageTime, TimingLog, load
-from videoattn.typed_json import parse
+from videoattn.typed_json import fit, parse
 
 REFUSED = (UsageError, RenderError)
 JOB = RenderJob(prompt="a red ball", width=96, height=96, num_frames=9, frame_rate=24, lora=("a/b:0.5",))
@@ -81,7 +81,7 @@ MODEL: dict[str, dict[str, Any]] = {
 
 def clip(path: Path, comment: str) -> None:
     """The smallest of videos, with a comment."""
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", metadata_errors="surrogateescape") as container:
         container.metadata["comment"] = comment
         stream = container.add_stream("mpeg4", rate=1)
         stream.width = stream.height = 16
@@ -113,6 +113,31 @@ def test_what_a_clip_says(tmp_path, capsys):
     assert capsys.readouterr().err == message
 
 
+def test_clips_that_say_something_else(tmp_path):
+    path = tmp_path / "a.mp4"
+    described = metadata.describe(JOB, device="cpu", receipt={})
+    for change, message in (
+        ({"videoattn": metadata.SCHEMA + 1}, "rendered by a newer videoattn"),
+        ({"job": described["job"] | {"seed": 2**64}}, "are damaged: 18446744073709551616 is too large"),
+        ({"job": described["job"] | {"stg_scale": float("nan")}}, "are damaged: NaN is no number"),
+    ):
+        clip(path, json.dumps(described | change))
+        with pytest.raises(RenderError, match=message):
+            metadata.read(path)
+    clip(path, '{"job": 1, "by": "somebody"}')
+    with pytest.raises(RenderError, match="carries no settings"):
+        metadata.read(path)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".avi", ".mkv"])
+def test_tags_in_another_encoding(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    clip(path, "caf\udce9")
+    assert identify(path) is None
+    with pytest.raises(RenderError, match="carries no settings"):
+        metadata.read(path)
+
+
 @pytest.mark.parametrize("number", range(4), ids=["run", "stage", "forward", "call"])
 def test_timing_logs(number, tmp_path, capsys):
     path = tmp_path / "t.jsonl"
@@ -126,6 +151,13 @@ def test_timing_logs(number, tmp_path, capsys):
 
     said = outcomes(json.loads(lines[number]), read, REFUSED, f"t.jsonl, line {number + 1}")
     assert all(message for what, message in said.items() if ".type" in what)
+    right = json.loads(lines[number])
+    for where in (right, *right.get("arms", {}).values()):
+        where["another"] = 1
+        path.write_text("\n".join([*lines[:number], json.dumps(right), *lines[number + 1 :]]))
+        with pytest.raises(ValueError, match="another is not known here"):
+            load(path)
+        del where["another"]
     path.write_text("\n".join(lines))
     assert load(path) == LOG
     path.write_text("\n".join([*lines, lines[0]]))
@@ -166,6 +198,16 @@ def test_configs_of_a_model(name, model):
         assert f"/{name}" in message or any(words in message for words in other), message
     where = next(field for field, value in MODEL[name].items() if value not in (None, "LTX2Pipeline"))
     assert f"/{name}: {where} is" in (said[f".{where} = {{}}"] or "")
+
+
+def test_configs_as_others_write_them(model):
+    """Numbers for truth values; what else a pipeline says of a component."""
+    for name, change in (
+        ("vae/config.json", {"spatio_temporal_scaling": [1, 1, 1, 0]}),
+        ("model_index.json", {"transformer": [*MODEL["model_index.json"]["transformer"], {"type": "x"}]}),
+    ):
+        (model / name).write_text(json.dumps(MODEL[name] | change))
+        needs(model)
 
 
 def test_weights_with_a_wrong_header(model):
@@ -210,6 +252,15 @@ def test_configs_that_diffusers_and_transformers_cannot_take(name, content, tmp_
     assert "\n" not in str(caught.value)
 
 
+def test_a_tokenizer_without_its_config(tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(sources.find(RenderJob(model="demo")).folder, folder)
+    (folder / "tokenizer" / "tokenizer_config.json").unlink()
+    arguments = ["render", "a red ball", "--model", str(folder), "--output", str(tmp_path / "a.mp4")]
+    assert cli.main([*arguments, "--num-frames", "9", "--device", "cpu"]) == 1
+    assert "the model cannot encode the prompt: " in capsys.readouterr().err
+
+
 def test_verdicts(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "cache_root", lambda: tmp_path)
     subject = verify.Subject("hopper", "a GPU", "580", "0123")
@@ -231,6 +282,58 @@ def test_verdicts(tmp_path, monkeypatch):
     assert verify.recall(subject) is None
 
 
+def plan_of(path):
+    """What is planned of a job file; UsageError with the first of its complaints, each of which names it."""
+    try:
+        return plan(path)
+    except UsageError as error:
+        for line in str(error).splitlines():
+            assert path.name in line
+        raise UsageError(str(error).splitlines()[0]) from None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- {prompt: a, name: 2026-02-30}",
+        "- {prompt: a, seed: !!int x}",
+        "- {prompt: a, guidance_scale: !!float x}",
+        "- {prompt: a, allow_offload: !!bool x}",
+        "- {prompt: a, name: !!timestamp x}",
+        "- {prompt: a, image: !!binary x}",
+        "- {prompt: a, seed: 0x_}",
+        f"- {{prompt: a, seed: {'9' * 5000}}}",
+        f"- {{prompt: a, seeds: 0x{'f' * 5000}}}",
+        f"- {{prompt: a, allow_offload: 0x{'f' * 5000}}}",
+        f"- {{prompt: a, name: 0x{'f' * 5000}}}",
+        f"- {{prompt: a, frame_rate: 0x{'f' * 5000}}}",
+        '- {prompt: "\\U00110000"}',
+        '- {prompt: "\\UFFFFFFFF"}',
+        "? [a]\n: 1",
+        "? {a: 1}\n: 1",
+        "- {[a]: 1}",
+        "- {prompt: a, attention: {\"\\ud800\": sdpa}}",
+    ],
+    ids=lambda text: text[:40],
+)  # fmt: skip
+def test_yaml_that_means_nothing(text, tmp_path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        plan_of(path)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "change", [{"attention": {"\ud800": "sdpa"}}, {"width": 10**400}, {"num_frames": 2**62}]
+)
+def test_jobs_out_of_bounds(change, tmp_path):
+    path = tmp_path / "jobs.jsonl"
+    path.write_text(json.dumps({"prompt": "a"} | change))
+    with pytest.raises(UsageError):
+        plan_of(path)
+
+
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_job_files(suffix, tmp_path):
     path = tmp_path / f"jobs{suffix}"
@@ -240,13 +343,7 @@ def test_job_files(suffix, tmp_path):
 
     def read(text: str) -> None:
         path.write_text(text)
-        try:
-            plan(path)
-        except UsageError as error:
-            # One line for each thing that is wrong.
-            for line in str(error).splitlines():
-                assert path.name in line
-            raise UsageError(str(error).splitlines()[0]) from None
+        plan_of(path)
 
     outcomes(document, read, (UsageError,), path.name)
 
@@ -266,6 +363,13 @@ def test_job_files(suffix, tmp_path):
 def test_what_is_no_json(text, message):
     with pytest.raises(ValueError, match=message):
         parse(text)
+
+
+def test_nested_too_deep():
+    for depth in (150, 250, 5000):
+        path = f'{{"videoattn": 1, "job": {"[" * depth}{"]" * depth}}}'
+        with pytest.raises(ValueError, match=r"too deep|should be an object"):
+            fit(metadata._Description, parse(path))
 
 
 def test_what_is():

@@ -15,15 +15,17 @@ EXACT = {"extra": "forbid"}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse(text: str | bytes) -> Any:
-    """The value of a JSON text, all of whose numbers are finite and integers fit 64 bits.
+def parse(text: str | bytes, *, finite: bool = True) -> Any:
+    """The value of a JSON text whose integers fit 64 bits and whose numbers are finite.
 
-    Raises ValueError that says in a few words why it is none.
+    Not `finite`: Python's NaN, Infinity and -Infinity are taken as well. Raises ValueError that says in a few
+    words why it is none.
     """
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite, parse_int=_integer)
+        constant = _no_number if finite else float
+        value = json.loads(text, parse_constant=constant, parse_float=_finite, parse_int=_integer)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -60,6 +62,8 @@ def _adapter(kind: Any) -> Any:
 
 def _first(error: Any) -> str:
     item = error.errors(include_url=False)[0]
+    if item["type"] == "json_invalid":
+        return "it is nested too deep"
     where = ".".join(map(str, item["loc"])) or "it"
     if item["type"] == "missing":
         return f"{where} is missing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -62,13 +63,12 @@ def test_launch_files(place):
     elsewhere = ("cannot write", "is no file", "does not exist")
     for message in filter(None, said.values()):
         assert "launch.json" in message or any(words in message for words in elsewhere), message
-    for what in (
-        ".roles.leader = 7",
-        ".args.0.tensor_map.dims.0 = '7'",
-        ".buffers.out.fill = '7'",
-        ".grid = 7",
-    ):
-        assert said[what] or what == ".grid = 7"
+    for what in (".roles.leader = 7", ".args.0.tensor_map.dims.0 = '7'", ".buffers.out.fill = '7'"):
+        assert said[what]
+    assert said[".grid = 7"] is None
+    assert said[".buffers.out.fill = nan"] is None
+    assert said[".buffers.b.seed = -1"]
+    assert said[".buffers.out.fill = True"]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,16 @@ def test_launch_files(place):
         ({"buffers": {"a": {"dtype": "u8", "shape": [1], "fill": -1}}}, "u8 cannot hold the fill -1"),
         ({"buffers": {"a": {"dtype": "u8", "shape": [1], "fill": 1.5}}}, "u8 cannot hold the fill 1.5"),
         ({"buffers": {"a": {"dtype": "f16", "shape": [1], "fill": 1e5}}}, "f16 cannot hold the fill 1"),
-        ({"buffers": {"a": {"dtype": "u8", "shape": [2**62, 2**62]}}}, "no memory for the shape"),
+        ({"buffers": {"a": {"dtype": "u8", "shape": [2**62, 2**62]}}}, "array is too big"),
+        ({"buffers": {"a": {"dtype": "u8", "shape": [2**60]}}}, "no memory for the shape (115292150"),
         ({"buffers": {"a": {"dtype": "u8", "shape": [-1, -1]}}}, "is not a list of positive sizes"),
         ({"args": [{"bytes": "xy"}]}, 'argument bytes "xy" is not hexadecimal'),
         ({"args": [{"tensor_map": {**MAP, "dims": ["64", 128]}}]}, 'dims.0 is "64": input should be'),
         ({"args": [{"tensor_map": {"buffer": "a"}}]}, "argument tensor_map: dtype is missing"),
+        ({"args": [{"tensor_map": {**MAP, "swizle": "64B"}}]}, "tensor_map: swizle is not known here"),
+        ({"buffers": {"a": {"dtype": "u8", "shape": [1], "fill": math.nan}}}, "u8 cannot hold the fill nan"),
+        ({"buffers": {"a": {"dtype": "f32", "shape": [1], "fill": 1e39}}}, "f32 cannot hold the fill 1e+39"),
+        ({"buffers": {"a": {"dtype": "u8", "shape": [1] * 70}}}, "buffer a: maximum supported dimension"),
         ({"grid": 2**31}, "is larger than (2147483647, 65535, 65535)"),
         ({"dynamic_smem": -1}, "-1 bytes of dynamic shared memory"),
         ({"dynamic_smem": "1"}, 'dynamic_smem is "1": input should be a valid integer'),
@@ -99,6 +104,75 @@ def test_the_shell_says_what_is_wrong_with_a_launch_file(place, capsys, change, 
     assert said.startswith(f"videoattn: {path}: ")
     assert message in said
     assert said.count("\n") == 1
+
+
+COPY = """.version 8.7
+.target sm_100a
+.address_size 64
+.visible .entry k(.param .u64 from, .param .u64 to, .param .f32 more) {
+.reg .b64 %p, %q; .reg .b32 %x, %y;
+ld.param.u64 %p, [from]; ld.param.u64 %q, [to]; ld.param.b32 %y, [more];
+ld.global.b32 %x, [%p]; st.global.b32 [%q], %x; st.global.b32 [%q+4], %y;
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3.4028235e38, -3.4028235e38, 1.5])
+def test_fills_and_arguments_that_are_no_finite_numbers(tmp_path, value):
+    """FLT_MAX is customarily written a little larger than it is."""
+    launch = {
+        "args": [{"buffer": "a"}, {"buffer": "out"}, value],
+        "buffers": {
+            "a": {"dtype": "f32", "shape": [1], "fill": value},
+            "out": {"dtype": "f32", "shape": [2], "save": "out.npy"},
+        },
+    }
+    (tmp_path / "launch.json").write_text(json.dumps(launch))
+    (tmp_path / "copy.ptx").write_text(COPY)
+    assert command.run(tmp_path / "copy.ptx", tmp_path / "launch.json") == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), np.float32([value] * 2))
+
+
+def damaged(path, how):
+    np.save(path, np.zeros((3, 5), np.float32))
+    content = path.read_bytes()
+    shape = b"'shape': (3, 5), "
+    huge = {
+        "of four terabytes": b"'shape': (1099511627776,), ",
+        "beyond all sizes": b"'shape': (%d,), " % 10**21,
+        "a header cut off": b"'shape': (3,",
+        "no shape": b"'shape': 'x', ",
+    }
+    if how in huge:
+        header = content[10:128].replace(shape, huge[how])[:118].ljust(118)
+        content = content[:10] + header + content[128:]
+    elif how == "an archive":
+        content = b"PK\x03\x04" + content[4:]
+    elif how == "cut off":
+        content = content[:-4]
+    else:
+        content = b""
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "of four terabytes",
+        "beyond all sizes",
+        "a header cut off",
+        "no shape",
+        "an archive",
+        "cut off",
+        "empty",
+    ],
+)
+def test_damaged_arrays(place, how):
+    damaged(place / "a.npy", how)
+    (place / "launch.json").write_text(json.dumps(LAUNCH))
+    with pytest.raises(LaunchError, match=r"launch.json: buffer a: .*a.npy is no .npy file"):
+        command.run(place / "gemm.ptx", place / "launch.json")
 
 
 def test_a_grid_beyond_the_limits_is_refused():
@@ -126,5 +200,6 @@ def test_tables_of_steps(tmp_path):
         load_steps(tmp_path)
 
     said = outcomes({"steps": [step], "branches": []}, read, (LaunchError,), "steps.json")
-    for what in (".steps.0.arch = []", ".steps.0.q_rows_per_cta = 0", ".steps.0.maps.q_map.tensor = 'text'"):
+    sizes = (f".steps.0.{name} = 0" for name in ("q_rows_per_cta", "kv_rows_per_tile", "block"))
+    for what in (".steps.0.arch = []", *sizes, ".steps.0.maps.q_map.tensor = 'text'"):
         assert said[what]

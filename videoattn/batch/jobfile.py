@@ -244,7 +244,7 @@ def _read_yaml(file: str, text: str, problems: Problems) -> list[Row]:
                 Place(file), None, "a job file is a list of jobs, or a mapping with defaults and jobs"
             )
             return []
-        parts = {key.value: value for key, value in node.value}
+        parts = {str(key.value): value for key, value in node.value}
         for key, _ in node.value:
             if key.value not in ("defaults", "jobs"):
                 line = key.start_mark.line + 1
@@ -272,6 +272,10 @@ def _read_yaml(file: str, text: str, problems: Problems) -> list[Row]:
     except RecursionError:
         problems.add(Place(file), None, "no list of jobs: it is nested too deep")
         return []
+    except (ValueError, OverflowError) as error:
+        # PyYAML's scanner turns the number in an escape into a character unseen.
+        problems.add(Place(file), None, f"not well-formed YAML: {error}")
+        return []
 
 
 def _yaml_rows(
@@ -294,7 +298,7 @@ def _yaml_rows(
 
 def _constructor(file: str, problems: Problems) -> Callable[[yaml.Node], Any]:
     """Plain values of a YAML node; a key that is there twice is a problem, unlike in PyYAML."""
-    loader = yaml.SafeLoader("")
+    loader = _Loader("")
 
     def construct(node: yaml.Node) -> Any:
         if isinstance(node, yaml.MappingNode):
@@ -302,9 +306,28 @@ def _constructor(file: str, problems: Problems) -> Callable[[yaml.Node], Any]:
             for name in {key for key in keys if keys.count(key) > 1}:
                 line = node.start_mark.line + 1
                 problems.add(Place(file, line=line), str(name), "the column is there twice")
-        return loader.construct_object(node, deep=True)
+        try:
+            return loader.construct_object(node, deep=True)
+        except (yaml.YAMLError, RecursionError, MemoryError):
+            raise
+        except Exception as error:
+            # PyYAML makes dates and numbers of whatever looks like some, and lets Python complain.
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
 
     return construct
+
+
+class _Loader(yaml.SafeLoader):
+    """Whole numbers have at most 64 bits, as in JSON."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = super().construct_yaml_int(node)
+        if value.bit_length() > 64:
+            raise ValueError(f"{node.value[:20]} is too large a number")
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _mapping(place: Place, name: str, value: Any, problems: Problems) -> dict[str, Any]:

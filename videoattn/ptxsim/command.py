@@ -35,8 +35,6 @@ _ARRAY_TYPES = {
 class BufferSpec:
     """A buffer of a launch file: a .npy file, or a type and a shape with what fills it."""
 
-    __pydantic_config__ = EXACT
-
     dtype: str | None = None
     shape: tuple[int, ...] = ()
     fill: Any = 0
@@ -260,7 +258,7 @@ def _written(path: Path) -> Iterator[None]:
 
 def _load(path: Path) -> LaunchFile:
     try:
-        data = parse(_text(path))
+        data = parse(_text(path), finite=False)
     except ValueError as error:
         raise LaunchError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -285,7 +283,8 @@ def _buffer(device: Device, name: str, spec: BufferSpec, folder: Path) -> Buffer
         path = _existing(folder / spec.file)
         try:
             values = np.load(path, allow_pickle=False)
-        except (ValueError, EOFError, OSError):
+        except Exception:
+            # Of a damaged header anything comes: numpy reads it as an archive, as Python, as sizes.
             values = None
         if not isinstance(values, np.ndarray):
             raise LaunchError(f"buffer {name}: {path} is no .npy file of one array of numbers")
@@ -298,8 +297,10 @@ def _buffer(device: Device, name: str, spec: BufferSpec, folder: Path) -> Buffer
         raise LaunchError(f"buffer {name}: seed {spec.seed} is below 0")
     try:
         values = _filled(name, spec, spec.dtype)
-    except (ValueError, MemoryError):
+    except MemoryError:
         raise LaunchError(f"buffer {name}: no memory for the shape {spec.shape}") from None
+    except ValueError as error:
+        raise LaunchError(f"buffer {name}: {error}") from None
     return device.upload(values, name)
 
 
@@ -308,12 +309,11 @@ def _filled(name: str, spec: BufferSpec, kind: str) -> np.ndarray:
     if fill == "poison":
         return np.full(math.prod(shape) * np.dtype(dtype).itemsize, 0x7F, np.uint8).view(dtype).reshape(shape)
     real = kind in ("bf16", "f16", "f32")
-    limits = np.finfo(np.float16 if kind == "f16" else np.float32) if real else np.iinfo(dtype)
     if fill == "normal":
         values = np.random.default_rng(spec.seed).standard_normal(shape).astype(np.float32)
     elif isinstance(fill, bool) or not isinstance(fill, (int, float)):
         raise LaunchError(f"buffer {name}: fill {shown(fill)} is not a number, normal or poison")
-    elif not float(limits.min) <= fill <= float(limits.max) or not (real or float(fill).is_integer()):
+    elif not _holds(kind, fill):
         raise LaunchError(f"buffer {name}: {kind} cannot hold the fill {fill}")
     else:
         values = np.full(shape, fill, np.float32 if real else dtype)
@@ -322,6 +322,15 @@ def _filled(name: str, spec: BufferSpec, kind: str) -> np.ndarray:
 
         return f32_to_bf16(values)
     return values.astype(dtype)
+
+
+def _holds(kind: str, value: int | float) -> bool:
+    if kind in ("bf16", "f16", "f32"):
+        with np.errstate(over="ignore"):
+            stored = np.float16(value) if kind == "f16" else np.float32(value)
+        return bool(np.isfinite(stored)) or not math.isfinite(value)
+    limits = np.iinfo(_ARRAY_TYPES[kind])
+    return limits.min <= value <= limits.max and float(value).is_integer()
 
 
 def _argument(spec: Any, buffers: dict[str, Buffer]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -55,6 +55,19 @@ def parse_frame_rate(value: Any) -> Fraction:
     return rate
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """All text in a setting, in lists and mappings too."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            waiting += [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple)):
+            waiting += part
+        else:
+            yield str(part)
+
+
 def _frame_rate_out(rate: Fraction | None) -> int | str | None:
     if rate is None:
         return None
@@ -103,9 +116,9 @@ class RenderJob(BaseModel):
         default=None,
         description="Latent upsampler of the distilled recipe, if it is not the model's latent_upsampler.",
     )
-    width: int | None = Field(default=None, ge=1, description="Width in pixels.")
-    height: int | None = Field(default=None, ge=1, description="Height in pixels.")
-    num_frames: int | None = Field(default=None, ge=1, description="Number of frames.")
+    width: int | None = Field(default=None, ge=1, lt=2**31, description="Width in pixels.")
+    height: int | None = Field(default=None, ge=1, lt=2**31, description="Height in pixels.")
+    num_frames: int | None = Field(default=None, ge=1, lt=2**31, description="Number of frames.")
     frame_rate: FrameRate | None = Field(default=None, description="Frames a second: 24, 23.976, 24000/1001.")
     num_inference_steps: int | None = Field(default=None, ge=1, le=1000, description="Denoising steps.")
     guidance_scale: float | None = Field(
@@ -193,9 +206,9 @@ class RenderJob(BaseModel):
     @classmethod
     def _check_text(cls, value: Any, info: ValidationInfo) -> Any:
         what = "a prompt" if info.field_name in ("prompt", "negative_prompt") else "a setting"
-        for text in value if isinstance(value, (list, tuple)) else (value,):
+        for text in _texts(value):
             try:
-                str(text).encode()
+                text.encode()
             except UnicodeEncodeError:
                 raise ValueError(f"{what} is UTF-8 text, and this one has bytes that are not") from None
         return value

@@ -101,13 +101,16 @@ def read(path: Path) -> dict[str, Any]:
 
     require_file(path, f"no such clip: {path}")
     try:
-        with av.open(str(path)) as container:
+        # Clips of other programs may have tags in any encoding.
+        with av.open(str(path), metadata_errors="replace") as container:
             comment = container.metadata.get("comment", "")
     except (av.error.FFmpegError, OSError) as error:
         raise RenderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
         description = parse(comment)
-    except ValueError:
+    except ValueError as error:
+        if '"videoattn":' in comment:
+            raise RenderError(f"the settings in {path} are damaged: {error}") from None
         description = None
     if not isinstance(description, dict) or "job" not in description or "videoattn" not in description:
         raise RenderError(f"{path} carries no settings: it was not rendered by videoattn")

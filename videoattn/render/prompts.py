@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from videoattn.render.errors import RenderError
 from videoattn.render.guard import require_finite
 from videoattn.render.job import RenderJob
 from videoattn.render.models import Loaded
 from videoattn.render.settings import is_guided
+from videoattn.render.sources import first_line
 
 MAX_TOKENS = {"ltx": 128, "ltx2": 1024}
 KEPT = 64
@@ -81,11 +83,15 @@ class PromptCache:
         length = len(pipe.tokenizer(text.strip()).input_ids)
         if length > limit:
             self._warn(f"the prompt has {length} tokens, the model reads the first {limit}")
-        embeds, mask, _, _ = pipe.encode_prompt(
-            text,
-            do_classifier_free_guidance=False,
-            max_sequence_length=limit,
-            device=self._loaded.device,
-        )
+        try:
+            embeds, mask, _, _ = pipe.encode_prompt(
+                text,
+                do_classifier_free_guidance=False,
+                max_sequence_length=limit,
+                device=self._loaded.device,
+            )
+        except ValueError as error:
+            # A tokenizer that lacks one of its files says so only now.
+            raise RenderError(f"the model cannot encode the prompt: {first_line(error)}") from None
         require_finite(embeds, "encode_prompt")
         return Embeddings(embeds.cpu(), mask.cpu())

@@ -30,8 +30,9 @@ PIPELINE_PIXELS = 32
 
 T = TypeVar("T")
 Size = Annotated[int, Field(ge=1, lt=2**31)]
-# Library and class of a component; null where a pipeline goes without.
-Part = tuple[str | None, str | None]
+Truth = bool | Literal[0, 1]
+# Library and class of a component, and what else a pipeline may say of it; nulls where it goes without.
+Part = Annotated[tuple[Any, ...], Field(min_length=2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class VaeConfig:
 
     patch_size: Size = 4
     patch_size_t: Size = 1
-    spatio_temporal_scaling: Annotated[tuple[bool, ...], Field(max_length=16)] | None = (True,) * 4
+    spatio_temporal_scaling: Annotated[tuple[Truth, ...], Field(max_length=16)] | None = (True,) * 4
     spatial_compression_ratio: Size | None = None
     temporal_compression_ratio: Size | None = None
     timestep_conditioning: bool | None = False

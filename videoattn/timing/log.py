@@ -23,8 +23,6 @@ class ArmTime:
     is not finite is None with `finite` false. `reason` says why the arm did not run; then the rest is None.
     """
 
-    __pydantic_config__ = EXACT
-
     milliseconds: float | None = None
     ratio: float | None = None
     max_abs_diff: float | None = None
