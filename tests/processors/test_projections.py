@@ -334,6 +334,29 @@ def test_taken_apart(name):
         assert not projections.take_apart(attn)
 
 
+def test_taken_apart_again_once_there_is_memory(monkeypatch):
+    model = ltx2_transformer()
+    handle = videoattn.install(model, level="block")
+    lay(model)
+    held, left = storages(model), [5]
+    clone = torch.Tensor.clone
+
+    def short(tensor, **options):
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError
+        return clone(tensor, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", short)
+        handle.uninstall()
+    assert not handle.installed
+    assert any(are_side_by_side(site.module) for site in sites(model))
+    videoattn.install(model, level="attention").uninstall()
+    assert not any(are_side_by_side(site.module) for site in sites(model))
+    assert storages(model) == held
+
+
 def test_weights_that_lay_side_by_side_by_themselves_stay_so():
     attn = attention(gated=False)
     whole = torch.randn(128, 64)

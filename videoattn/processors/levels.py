@@ -68,11 +68,10 @@ def join_projections(parts: Iterable[tuple[Any, list[Site]]]) -> None:
     Compiled code has a product each anyway. Where memory for it is short, the rest stays as it is; `says`
     counts.
     """
-    compiled = "_compiled_call_impl"
     attentions = [
         site.module
         for part, sites in parts
-        if all(getattr(module, compiled, None) is None for module in part.modules())
+        if all(module._compiled_call_impl is None for module in part.modules())
         for site in sites
         if getattr(getattr(site.module.to_q, "weight", None), "is_cuda", False)
     ]

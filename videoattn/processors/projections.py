@@ -143,13 +143,14 @@ def lay_side_by_side(attn: Any) -> bool:
 
 def take_apart(attn: Any) -> bool:
     """Give weights that `lay_side_by_side` moved a storage each again; returns whether there were any."""
-    wholes = vars(attn).pop(_WHOLES, ())
+    wholes: set[tuple[int, int]] = vars(attn).get(_WHOLES, set())
     layers = [getattr(attn, name, None) for name in ("to_gate_logits", "to_q", "to_k", "to_v")]
     parts = [part for layer in layers if layer is not None for part in layer.parameters()]
     ours = [part for part in parts if type(part) is torch.nn.Parameter and _place(part) in wholes]
     with torch.inference_mode(False), torch.no_grad():
         for part in ours:
             part.data = part.data.clone()
+    vars(attn).pop(_WHOLES, None)
     return bool(ours)
 
 
