@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.configs import LTX_2_3, Configs, write
 from tests.wrong_shapes import outcomes
 from videoattn import cli
 from videoattn.batch import estimate
@@ -46,35 +47,16 @@ LOG = TimingLog(
     [ForwardTime("c", "denoise", 0, 1.0, 2)],
 )  # fmt: skip
 
-MODEL: dict[str, dict[str, Any]] = {
-    "model_index.json": {
-        "_class_name": "LTX2Pipeline",
-        "transformer": ["diffusers", "LTX2VideoTransformer3DModel"],
-        "vocoder": ["ltx2", "LTX2Vocoder"],
-    },
-    "transformer/config.json": {
-        "num_layers": 48,
-        "num_attention_heads": 32,
-        "attention_head_dim": 128,
-        "audio_num_attention_heads": 32,
-        "audio_attention_head_dim": 64,
-        "patch_size": 1,
-        "patch_size_t": 1,
-        "perturbed_attn": True,
-        "ff_bias": True,
-    },
+# With more of the fields that are read.
+MODEL: Configs = {
+    **LTX_2_3,
+    "transformer/config.json": LTX_2_3["transformer/config.json"] | {"ff_bias": True},
     "vae/config.json": {
         "patch_size": 4,
         "patch_size_t": 1,
         "spatio_temporal_scaling": [True, True, True],
         "temporal_compression_ratio": 8,
         "timestep_conditioning": False,
-    },
-    "audio_vae/config.json": {"sample_rate": 16000, "mel_hop_length": 160},
-    "connectors/config.json": {
-        f"{modality}_connector_{name}": value
-        for modality in ("video", "audio")
-        for name, value in (("num_attention_heads", 32), ("attention_head_dim", 64), ("num_layers", 8))
     },
 }
 
@@ -168,10 +150,7 @@ def test_timing_logs(number, tmp_path, capsys):
 @pytest.fixture
 def model(tmp_path):
     """A folder with a model's configs and no weights."""
-    for name, content in MODEL.items():
-        path = tmp_path / "model" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content))
+    write(tmp_path / "model", MODEL)
     return tmp_path / "model"
 
 

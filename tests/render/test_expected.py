@@ -1,43 +1,20 @@
 """Expected attention calls: known numbers on released configs, and real renders of tiny models."""
 
-import json
 from collections import Counter
 
 import pytest
 
+from tests.configs import LTX_2_3, write
 from videoattn.render.checks import check
 from videoattn.render.expected import CallShape, counted_calls, differences, expected_calls
 from videoattn.render.job import RenderJob
 from videoattn.render.run import Renderer
 
-TRANSFORMER = {
-    "num_layers": 48,
-    "num_attention_heads": 32,
-    "attention_head_dim": 128,
-    "audio_num_attention_heads": 32,
-    "audio_attention_head_dim": 64,
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "perturbed_attn": True,
-}
-CONNECTORS = {
-    f"{modality}_connector_{name}": value
-    for modality, head_dim in (("video", 128), ("audio", 64))
-    for name, value in (("num_attention_heads", 32), ("attention_head_dim", head_dim), ("num_layers", 8))
-}
-VAE = {"spatial_compression_ratio": 32, "temporal_compression_ratio": 8, "patch_size": 4}
-AUDIO_VAE = {"sample_rate": 16000, "mel_hop_length": 160}
-
 
 @pytest.fixture
 def released(tmp_path):
     """A folder with LTX-2.3's configs and no weights."""
-    index = {"transformer": ["diffusers", "LTX2VideoTransformer3DModel"], "vocoder": ["x", "y"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    parts = {"transformer": TRANSFORMER, "connectors": CONNECTORS, "vae": VAE, "audio_vae": AUDIO_VAE}
-    for name, config in parts.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    write(tmp_path, LTX_2_3)
     return tmp_path
 
 

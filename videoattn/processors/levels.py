@@ -78,7 +78,7 @@ def join_projections(parts: Iterable[tuple[Any, list[Site]]]) -> None:
     _move(lay_side_by_side, attentions)
 
 
-def part_projections(attentions: Iterable[Any]) -> None:
+def separate_projections(attentions: Iterable[Any]) -> None:
     """Undo `join_projections`, as far as memory lasts."""
     _move(take_apart, attentions)
 

@@ -13,7 +13,7 @@ import torch
 from videoattn.dispatch import Kind
 from videoattn.processors import masks
 from videoattn.processors.base import FUSED_PROJECTIONS, Processor
-from videoattn.processors.levels import part_projections
+from videoattn.processors.levels import separate_projections
 from videoattn.processors.parallel.streams import Streams
 from videoattn.processors.sites import CONNECTORS, Site, family
 
@@ -215,7 +215,7 @@ def remove(model: Any, layer: Layer | None = None) -> None:
         stack.layers = [each for each in stack.layers if layer is not None and each is not layer]
         stack.apply(model)
         if not any(each.fused for each in stack.layers):
-            part_projections(stack.originals)
+            separate_projections(stack.originals)
         if not stack.layers:
             delattr(model, ATTRIBUTE)
             stack.dismantle(model)

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from videoattn.processors.base import Processor
 from videoattn.processors.ltx import LTXVideoProcessor
 from videoattn.processors.ltx2 import LTX2PerturbedProcessor, LTX2Processor
+from videoattn.processors.untouched import wrapped
 
 OURS: tuple[type[Processor], ...] = (LTXVideoProcessor, LTX2Processor, LTX2PerturbedProcessor)
 # What `_describe` says of these is all there is to say.
@@ -70,7 +71,7 @@ class Tree:
 
     def hooked(self) -> bool:
         """Whether a hook runs in the model's forward, or diffusers or accelerate have put one around it."""
-        return any(self._hooks) or any(_hooked(own) for own in self._own if "forward" in own)
+        return any(self._hooks) or any(wrapped(own) for own in self._own if "forward" in own)
 
     def replaced_code(self) -> list[Any]:
         """What runs in the forward that no class says: modules' own forwards, strangers' processors."""
@@ -89,13 +90,6 @@ def _adapted(modules: list[Any]) -> list[tuple[Any, bool]]:
     tuners, wrappers = map(sys.modules.get, ("peft.tuners.tuners_utils", "peft.utils.other"))
     layer, wrapper = getattr(tuners, "BaseTunerLayer", ()), getattr(wrappers, "AuxiliaryTrainingWrapper", ())
     return [(each, isinstance(each, layer)) for each in modules if isinstance(each, (layer, wrapper))]
-
-
-def _hooked(own: dict[str, Any]) -> bool:
-    """Whether the hook of diffusers or accelerate, who exchange a module's forward for it, is on a module."""
-    registry = own.get("_diffusers_hook")
-    # diffusers' cache_context leaves empty registries behind.
-    return "_hf_hook" in own or (registry is not None and bool(registry.hooks))
 
 
 def _describe(processor: Any) -> Hashable:

@@ -51,7 +51,11 @@ def has_no_forward_but(module: Any, classes: Iterable[type]) -> bool:
 def hooked(module: torch.nn.Module) -> bool:
     """Whether diffusers or accelerate wrap the forward: offloading, casting, caches, layer skipping."""
     # Attributes are slow to ask a module for where it has none.
-    own = module.__dict__
-    registry: Any = own.get("_diffusers_hook")
+    return wrapped(module.__dict__)
+
+
+def wrapped(own: dict[str, Any]) -> bool:
+    """`hooked`, by a module's own attributes."""
+    registry = own.get("_diffusers_hook")
     # diffusers' cache_context leaves empty registries behind.
     return "_hf_hook" in own or (registry is not None and bool(registry.hooks))
